@@ -39,7 +39,7 @@ def detectron_rules(weight_decay_gn: float = 0.0, bias_lr_mult: float = 2.0) -> 
         bias_lr_mult: The learning rate of biases, as a multiple of the optimizer's.
     """
     return [
-        Rule(_is_bias, name="bias", lr_mult=bias_lr_mult, weight_decay=0.0, warn_unmatched=False),
+        Rule(_is_any_bias, name="bias", lr_mult=bias_lr_mult, weight_decay=0.0, warn_unmatched=False),
         Rule(_is_group_norm, name="GroupNorm scale", weight_decay=weight_decay_gn, warn_unmatched=False),
     ]
 
@@ -161,7 +161,7 @@ def _other_sections(cfg: Mapping[str, Any]) -> list[str]:
     return check.others("Detectron's configuration", sections, _SECTIONS)
 
 
-def _is_bias(place: ModuleParameter) -> bool:
+def _is_any_bias(place: ModuleParameter) -> bool:
     # Torch also has in_proj_bias (attention) and bias_ih_l0 (recurrent layers).
     name = place.own_name
     return name == "bias" or name.endswith("_bias") or name.startswith("bias_")

@@ -39,7 +39,7 @@ from kvtrainer.parallel import DataParallel
 from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.ranks.process_group import Buckets
 from kvtrainer.schedules.config import WARMUP_OF_MOMENTUM, is_stepwise
-from kvtrainer.schedules.formulas import Formula, check_options, make_policy
+from kvtrainer.schedules.formulas import Formula, check_policy_options, make_policy
 from kvtrainer.schedules.param_schedule import GroupValue, ScheduleSpec, Warmup
 from kvtrainer.types import StepResult
 
@@ -483,7 +483,7 @@ class ValueHook(Hook):
             theirs = {"every": "step", "maximum": "max_lr"}
             theirs |= {"minimum": f"min_{self._value}", "minimum_ratio": f"min_{self._value}_ratio"}
             # Attributes have MMCV's names, which subclasses that override the formula read.
-            given = check_options(self.policy, options, self._value)
+            given = check_policy_options(self.policy, options, self._value)
             vars(self).update({theirs.get(name, name): value for name, value in given.items()})
         elif options:
             raise ConfigurationError(f"{type(self).__name__} has no option {', '.join(map(repr, options))}")

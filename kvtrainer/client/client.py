@@ -330,7 +330,7 @@ class LocalEngine:
     def __init__(self) -> None:
         self._engine = Engine(EngineConfig(integers=True), clock=time.monotonic)
         self._transport = Loopback([self._engine], time.monotonic)
-        self.client = self._connected(self._transport, _KEYS)
+        self.client = self._connect_client(self._transport, _KEYS)
 
     @property
     def is_busy(self) -> bool:
@@ -348,9 +348,9 @@ class LocalEngine:
             self._engine.updaters[_KEYS] = updater
 
     def open_client(self, namespace: str) -> Client:
-        return self._connected(Loopback([self._engine], time.monotonic), namespace)
+        return self._connect_client(Loopback([self._engine], time.monotonic), namespace)
 
-    def _connected(self, transport: Loopback, namespace: str) -> Client:
+    def _connect_client(self, transport: Loopback, namespace: str) -> Client:
         client = Client(transport, SessionOptions(namespace, rank=0, num_workers=1), time.monotonic)
         client.connect()
         return client

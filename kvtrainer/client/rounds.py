@@ -84,7 +84,7 @@ class Rounds:
             self.open.update(dict.fromkeys(key, round_))
             eager = self._eager_pushes.get(key[0]) if len(key) == 1 and not is_read else None
             if eager is not None:
-                self._renew(eager, tables[0])
+                self._reset_if_over(eager, tables[0])
             if eager is not None and eager.sent:
                 round_.valid = valid_pushes(contribution, eager.sent)
                 if contribution.values is not None:
@@ -127,7 +127,7 @@ class Rounds:
     def _declare_intent(self, round_: Round, eager: EagerPush | None) -> None:
         session, contribution = self._session, round_.contribution
         speculative = None if eager is None else eager.speculative
-        is_plain, was_right = _is_plain(contribution), True
+        is_plain, was_right = _can_declare_intent(contribution), True
         said = (
             None
             if speculative is None
@@ -191,7 +191,7 @@ class Rounds:
                 self._session.listen(request.number, partial(_receive_speculative, request))
                 self._session.send(request.server, request.number, intent, len(table.plan.slices) + 1)
 
-    def _renew(self, eager: EagerPush, table: RemoteTable) -> bool:
+    def _reset_if_over(self, eager: EagerPush, table: RemoteTable) -> bool:
         """Reset the eager pushes of a table if their round has ended, committed or not; returns whether it has."""
         is_over = eager.round != table.round
         if is_over:
@@ -224,7 +224,7 @@ class Rounds:
         if table.index in self.open or (eager.round == table.round and slice_.index in eager.sent):
             return
         # 1. The first slice of a round: tell servers over a network what to expect.
-        if self._renew(eager, table):
+        if self._reset_if_over(eager, table):
             if table.compressor is not None:
                 table.compressor.begin()
             if self._session.is_remote:
@@ -631,7 +631,7 @@ def _half_applied_error(
     )
 
 
-def _is_plain(one: Contribution) -> bool:
+def _can_declare_intent(one: Contribution) -> bool:
     """Return whether a contribution can be announced: all values against all weights, or neither."""
     is_even = (one.values is None) == (one.outs is None) and one.tables[0].is_initialised
     is_special = (

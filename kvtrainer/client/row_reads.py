@@ -185,7 +185,7 @@ class TableRows:
         rows = mapped.take(ids) if mapped is not None and (versions >= 0).all() else None
         if rows is not None:
             known = zip(servers, versions.tolist(), strict=True)
-            self._note({(server, table.index): version for server, version in known}, are_given)
+            self._record_versions({(server, table.index): version for server, version in known}, are_given)
         return rows
 
     def _map(self, key: int) -> MappedRows | None:
@@ -244,7 +244,7 @@ class TableRows:
         # 2. Pick the rows from it, and fetch the others.
         have, rows = self.wanted[key], self._rows[key]
         if torch.equal(have, ids):
-            self._note(self._versions, are_given)
+            self._record_versions(self._versions, are_given)
             return rows.clone()
         place = torch.searchsorted(have, ids).clamp_(max=max(len(have) - 1, 0))
         is_here = have[place] == ids if len(have) else torch.zeros(len(ids), dtype=torch.bool, device="cpu")
@@ -252,7 +252,7 @@ class TableRows:
         found[is_here] = rows[place[is_here]]
         if not bool(is_here.all()):
             found[~is_here] = self._fetch(key, ids[~is_here], are_given)
-        self._note(self._versions, are_given)  # those of the prefetch are the older ones
+        self._record_versions(self._versions, are_given)  # those of the prefetch are the older ones
         return found
 
     def drop(self) -> None:
@@ -262,10 +262,10 @@ class TableRows:
 
     def _fetch(self, key: int, ids: Tensor, are_given: bool) -> Tensor:
         taken = self._pulls.take(self._pulls.ask([(self._table, key, ids)]))
-        self._note(taken.versions, are_given)
+        self._record_versions(taken.versions, are_given)
         return taken.rows[0]
 
-    def _note(self, versions: Mapping[tuple[int, int], int], are_given: bool) -> None:
+    def _record_versions(self, versions: Mapping[tuple[int, int], int], are_given: bool) -> None:
         if are_given:
             self._pulls.note(
                 {place: version for place, version in versions.items() if place[0] in self._alone}

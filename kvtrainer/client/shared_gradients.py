@@ -240,7 +240,7 @@ class SharedGradients:
         # 1. Ask for buffers. By the second round it is known whether backward passes allocate new gradients.
         is_known = self._is_wanted or self._num_rounds > 1 or not self._long
         if sizes and sizes != self._asked and self._asked is not self._all_sizes and is_known:
-            self._ask(sizes)
+            self._request_buffers(sizes)
         # 2. Copy what lies on pages of other servers.
         base = self._memory.ctypes.data
         here = [key for key, flat in borrowed.items() if self._is_home(key, flat.data_ptr() - base)]
@@ -259,7 +259,7 @@ class SharedGradients:
         found = {index: own for key in here for index, own in self._buffer_parts[key].slices.items()}
         return found | self._filled if are_gathered else found
 
-    def _ask(self, sizes: Mapping[int, int]) -> None:
+    def _request_buffers(self, sizes: Mapping[int, int]) -> None:
         """Request buffers, which servers make before they answer the next round."""
         asked = {
             server: self._channels[server].ask_for_staging_buffer(nbytes) for server, nbytes in sizes.items()

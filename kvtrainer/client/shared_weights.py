@@ -214,7 +214,7 @@ class MappedSink(WeightSink):
         """See `WeightSink`; pages that hold the servers' bytes again are given back to these."""
         found: set[int] = set()
         for dtype, own in self._own_pages():
-            found |= self._differing(dtype, own * PAGE)
+            found |= self._differing_slices(dtype, own * PAGE)
         targets, sources = self._edges_now()
         if targets and not torch.equal(torch.cat(targets), torch.cat(sources)):
             found.update(at for at, one in self._slices.items() if self._ends_differ(one))
@@ -287,7 +287,7 @@ class MappedSink(WeightSink):
             self._runs = runs
         return self._runs
 
-    def _differing(self, dtype: str, pages: Any) -> set[int]:
+    def _differing_slices(self, dtype: str, pages: Any) -> set[int]:
         """Return the slices whose private pages differ from the server's; pages that are equal are given back."""
         found: set[int] = set()
         flat = self._flats[dtype]
@@ -356,7 +356,7 @@ class PrivateSink(WeightSink):
         found: set[int] = set()
         for dtype, shown in self._shown.items():
             there, size = self._files[dtype].view(torch.uint8), SIZES[dtype]
-            for begin, end in self._own(shown):
+            for begin, end in self._private_ranges(shown):
                 if torch.equal(shown[begin:end], there[begin:end]):
                     self._system.forget(shown.data_ptr() + begin, -(-(end - begin) // PAGE) * PAGE)
                     continue
@@ -371,12 +371,12 @@ class PrivateSink(WeightSink):
 
     def attach(self) -> None:
         for shown in self._shown.values():
-            for begin, end in self._own(shown):
+            for begin, end in self._private_ranges(shown):
                 self._system.forget(shown.data_ptr() + begin, -(-(end - begin) // PAGE) * PAGE)
 
     def accept(self, weights: Arenas) -> None:
         for dtype, shown in self._shown.items():
-            for begin, end in self._own(shown):
+            for begin, end in self._private_ranges(shown):
                 self._files[dtype].view(torch.uint8)[begin:end].copy_(shown[begin:end])
         self.attach()
 
@@ -392,7 +392,7 @@ class PrivateSink(WeightSink):
     def unwatched(self) -> dict[str, list[tuple[int, int]]]:
         return {dtype: [] for dtype in self._shown}
 
-    def _own(self, shown: Tensor) -> Iterator[tuple[int, int]]:
+    def _private_ranges(self, shown: Tensor) -> Iterator[tuple[int, int]]:
         if len(shown):
             pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
             for some in _neighbours(pages):

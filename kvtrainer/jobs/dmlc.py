@@ -132,7 +132,7 @@ def _read_first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tu
 # Roles.
 
 
-def find_topology(
+def find_dmlc_topology(
     environ: Mapping[str, str],
     rank: int | None,
     num_workers: int | None,
@@ -141,7 +141,7 @@ def find_topology(
     dead_after: float | None,
 ) -> env.Topology:
     """Play the role of this process and return a worker's topology; see `kvtrainer.jobs.topology`."""
-    serve_role(environ, rank, servers, connect_timeout, dead_after)
+    serve_dmlc_role(environ, rank, servers, connect_timeout, dead_after)
     job = read_dmlc(environ) if env.read_servers(environ, servers) is None else None
     if job is None or job.role != WORKER:
         return env.read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
@@ -157,14 +157,14 @@ def find_topology(
     return topology
 
 
-def serve_role(
+def serve_dmlc_role(
     environ: Mapping[str, str],
     rank: int | None = None,
     servers: str | Sequence[str] | None = None,
     connect_timeout: float | None = None,
     dead_after: float | None = None,
 ) -> None:
-    """Serve until the job is over, in a scheduler or server; see `kvtrainer.jobs.topology.serve_role`."""
+    """Serve until the job is over, in a scheduler or server; see `kvtrainer.jobs.topology.serve_dmlc_role`."""
     if rank is not None or env.text_of(environ, env.RANK) or env.text_of(environ, env.ROLE) in ("", WORKER):
         return
     job = read_dmlc(environ)

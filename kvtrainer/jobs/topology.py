@@ -20,7 +20,7 @@ def find_topology(
     """Return the topology as `read_topology` does, or ask the scheduler that MXNet's launcher starts.
 
     The scheduler is asked if DMLC_ROLE is set and nothing else names the servers. Blocks until all processes are there,
-    up to `connect_timeout` seconds. In a scheduler or server process this does not return; see `serve_role`.
+    up to `connect_timeout` seconds. In a scheduler or server process this does not return; see `serve_dmlc_role`.
 
     Raises:
         ConfigurationError: A value is missing, wrong or contradictory.
@@ -29,7 +29,7 @@ def find_topology(
     """
     if not text_of(environ, ROLE):
         return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
-    return dmlc.find_topology(environ, rank, num_workers, servers, connect_timeout, dead_after)
+    return dmlc.find_dmlc_topology(environ, rank, num_workers, servers, connect_timeout, dead_after)
 
 
 def serve_role(environ: Mapping[str, str]) -> None:
@@ -43,4 +43,4 @@ def serve_role(environ: Mapping[str, str]) -> None:
         ConnectTimeoutError: A process of the job is missing.
     """
     if text_of(environ, ROLE):
-        dmlc.serve_role(environ)
+        dmlc.serve_dmlc_role(environ)

@@ -1,9 +1,9 @@
 """The kvstore verbs (init, push, pull, pushpull, …) over a client of engines, in this process or on servers.
 
 A store keeps an `Entry` for each key: its spec and its table. Each key is a table of its own, so workers may push keys
-in any order and push any subset of them. `push` and `pushpull` go through `_give`: find the keys, sum the replicas of
-each value, sum over ranks if there is a process group, then start a round of the client. A pull writes directly into
-`out` where its memory allows it.
+in any order and push any subset of them. `push` and `pushpull` go through `_contribute`: find the keys, sum the
+replicas of each value, sum over ranks if there is a process group, then start a round of the client. A pull writes
+directly into `out` where its memory allows it.
 
 Invariants: arguments are checked before anything is sent. With a process group, the ranks agree on a call before they
 reduce anything, and a rank whose arguments are wrong reports that to the others instead of leaving them waiting.
@@ -198,7 +198,7 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: Rows are too long to be pushed separately, and there is no optimizer.
             ShapeMismatchError: A value does not fit its key. Nothing has been sent.
         """
-        self._give("push", key, value, None, priority)
+        self._contribute("push", key, value, None, priority)
 
     @exclusive
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
@@ -206,7 +206,7 @@ class TableKVStore(KVStoreBase):
 
         All workers must push the same keys before their deadlines, by `push` or `pushpull`.
         """
-        self._give("pushpull", key, value, value if out is None else out, priority)
+        self._contribute("pushpull", key, value, value if out is None else out, priority)
 
     @exclusive
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
@@ -223,7 +223,7 @@ class TableKVStore(KVStoreBase):
             [one.layout is not torch.strided for some in (outs.first, *outs.others.values()) for one in some]
         ):
             keys, outs, copies = self._without_sparse(keys, outs, ignore_sparse)
-        entries, outs = self._find(keys, outs, is_out=True)
+        entries, outs = self._find_entries(keys, outs, is_out=True)
         arenas, others = targets_of(entries, outs)
         self._client.rounds.pull([entry.table for entry in entries], arenas)
         for target, flat in others:
@@ -268,7 +268,7 @@ class TableKVStore(KVStoreBase):
 
         The highest count over servers. Waits for this worker's own push of the key.
         """
-        return max(self._settled(key).versions.values(), default=-1)
+        return max(self._wait_for_table(key).versions.values(), default=-1)
 
     @exclusive
     def staleness(self, key: Key) -> int:
@@ -276,7 +276,7 @@ class TableKVStore(KVStoreBase):
 
         Always 0 in synchronous rounds. The highest count over servers. Waits for this worker's own push of the key.
         """
-        return self._settled(key).staleness
+        return self._wait_for_table(key).staleness
 
     @exclusive
     def set_optimizer(self, optimizer: Any) -> None:
@@ -530,7 +530,7 @@ class TableKVStore(KVStoreBase):
 
     # ---------------------------------------------------------------- the way of a value
 
-    def _find(self, keys: Sequence[Key], values: Values, is_out: bool = False) -> Found:
+    def _find_entries(self, keys: Sequence[Key], values: Values, is_out: bool = False) -> Found:
         """Look up keys and check the tensors to be read or written. Tensors of a repeated key are joined."""
         entries: list[Entry] = []
         more, key_type = values.others, type(next(iter(self._entries), None))
@@ -554,7 +554,7 @@ class TableKVStore(KVStoreBase):
             joined.setdefault(entry, []).extend(tensors)
         return list(joined), Values.of(joined.values())
 
-    def _give(self, verb: str, key: Any, value: Any, out: Any, priority: int) -> None:
+    def _contribute(self, verb: str, key: Any, value: Any, out: Any, priority: int) -> None:
         """Contribute values to the next round of their keys. With `out`, wait and write the new values there.
 
         Raises:
@@ -565,13 +565,13 @@ class TableKVStore(KVStoreBase):
         client, optimizer, by_rows = self._client, self._optimizer, []
         # 1. Look up the keys and check all arguments, before anything is sent.
         try:
-            entries, given = self._find(*read_values(key, value, "value"))
+            entries, given = self._find_entries(*read_values(key, value, "value"))
             if self._given:
                 self._tell_interrupted()
             arenas: list[dict[str, Tensor]] | None = None
             others: list[tuple[Tensor, Tensor]] = []
             if out is not None:
-                arenas, others = targets_of(*self._find(*read_values(key, out, "out"), is_out=True))
+                arenas, others = targets_of(*self._find_entries(*read_values(key, out, "out"), is_out=True))
             for entry, replicas in zip(entries, given.lists(), strict=True) if self.group is not None else ():
                 if all(map(is_sparse, replicas)) and self._goes_by_rows(entry):
                     by_rows.append(entry.spec.key)
@@ -649,7 +649,7 @@ class TableKVStore(KVStoreBase):
     def _sum_over_ranks(
         self, group: RankGroup, verb: str, entries: Sequence[Entry], given: Values, by_rows: Sequence[str]
     ) -> Values:
-        """Sum values over all ranks, row by row for keys that are row-sparse on every rank. Raises as `_give`."""
+        """Sum values over all ranks, row by row for keys that are row-sparse on every rank. Raises as `_contribute`."""
         said = {
             "keys": [entry.spec.key for entry in entries],
             "optimizer": None if self._optimizer is None else self._optimizer.spec(),
@@ -830,7 +830,7 @@ class TableKVStore(KVStoreBase):
 
     # ---------------------------------------------------------------- optimizer and compression
 
-    def _settled(self, key: Key) -> RemoteTable:
+    def _wait_for_table(self, key: Key) -> RemoteTable:
         if type(key) is not type(next(iter(self._entries), None)) or key not in self._entries:
             self._refuse(key, [key])
         table = self._entries[key].table

@@ -81,7 +81,7 @@ class Arena:
         self.weights = self._allocate()
         self.zeros: frozenset[int] = frozenset()
         """Keys whose buffers are known to be zero until the next `gather_grads`, which need not zero them again."""
-        pieces = list(compress(self._pieces(self.weights), self._resident))
+        pieces = list(compress(self._views_of_keys(self.weights), self._resident))
         if here:
             with torch.no_grad():
                 torch._foreach_copy_(pieces, list[Tensor](here))
@@ -117,7 +117,7 @@ class Arena:
     @cached_property
     def _grad_pieces(self) -> list[Tensor]:
         """Views of `grads` in the shapes of the parameters; empty tensors for row-sparse ones."""
-        return self._pieces(self.grads)
+        return self._views_of_keys(self.grads)
 
     @torch.no_grad()
     def gather_grads(
@@ -256,7 +256,7 @@ class Arena:
                 )
             )
         # 3. Copy back what another arena has taken.
-        pieces = list(compress(self._pieces(self.weights), self._resident))
+        pieces = list(compress(self._views_of_keys(self.weights), self._resident))
         for at in moved:
             parameter, piece = self._here[at], pieces[at]
             piece.copy_(parameter.detach())
@@ -282,7 +282,7 @@ class Arena:
         return {dtype: make(size, getattr(torch, dtype)) for dtype, size in sizes}
 
     @torch.inference_mode(False)
-    def _pieces(self, flats: Mapping[str, Tensor]) -> list[Tensor]:
+    def _views_of_keys(self, flats: Mapping[str, Tensor]) -> list[Tensor]:
         """Return a view for every key, each with its own storage object; empty tensors for row-sparse keys."""
         plan, pieces = self._plan, []
         aliases = {dtype: _alias_of(flat) for dtype, flat in flats.items()}
@@ -327,10 +327,6 @@ class _CudaPiece:
 
 
 @cache
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
     """Return a function (count=elements, offset=bytes) → alias of that part, with a storage of its own size."""
     if flat.device.type == "cuda":

@@ -188,7 +188,7 @@ class GradientTracker:
             self.attach()
         if not any(self.attributes):
             return requires
-        return [required and self._mode(i) != "null" for i, required in enumerate(requires)]
+        return [required and self._checked_grad_req(i) != "null" for i, required in enumerate(requires)]
 
     def consume(self, used: Sequence[bool]) -> None:
         """Mark the current gradients of `used` parameters as consumed. Other edited ones count as old again."""
@@ -251,7 +251,7 @@ class GradientTracker:
             self._forward_handle.remove()
             self._forward_handle = None
 
-    def _mode(self, i: int) -> str | None:
+    def _checked_grad_req(self, i: int) -> str | None:
         mode: str | None = getattr(self._parameters[i], "grad_req", None)
         if mode is not None and mode not in GRAD_REQS:
             raise ConfigurationError(
@@ -274,7 +274,7 @@ class GradientTracker:
             for i in self._to_drop:
                 parameter = self._parameters[i]
                 grad = parameter.grad
-                mode = self._mode(i) if has_modes else None
+                mode = self._checked_grad_req(i) if has_modes else None
                 if i in self._cleared or not self._is_used(grad, i) or mode not in (None, "write"):
                     continue
                 if not self._is_written(grad, i):

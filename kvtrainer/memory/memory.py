@@ -29,6 +29,7 @@ from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.protocol.rows import RowSet
 from kvtrainer.client.replica_sums import ReplicaCompressor, sum_rows
+from kvtrainer.common.tensors import dtype_name
 from kvtrainer.errors import (
     ROW_MAJOR,
     ConfigurationError,
@@ -37,7 +38,7 @@ from kvtrainer.errors import (
     StaleGradientError,
     level_of_user,
 )
-from kvtrainer.memory.arena import HELD_DTYPES, Arena, can_hold, dtype_name
+from kvtrainer.memory.arena import HELD_DTYPES, Arena, can_hold
 from kvtrainer.memory.gradients import GradientTracker, lazy_parameters
 from kvtrainer.memory.row_sparse import RowTables
 from kvtrainer.parallel.replicas import AUTO, FLAT, LISTS, device_names, flat_sum, make_reducer, policy_of

@@ -25,10 +25,10 @@ class FormerMemory:
 
     def warn_of_views(self, names: Sequence[str]) -> None:
         """Warn if something still sees the memory. Call it after the parameters, with these names, have moved."""
-        viewed = self._viewed()
+        viewed = self._still_in_use()
         if viewed:
             gc.collect()  # drops references that are only left in cycles
-            viewed = self._viewed()
+            viewed = self._still_in_use()
         found = sorted({*self._shared, *viewed})
         if not found:
             return
@@ -46,7 +46,7 @@ class FormerMemory:
             stacklevel=level_of_user(),
         )
 
-    def _viewed(self) -> list[int]:
+    def _still_in_use(self) -> list[int]:
         """Return the parameters whose memory is still in use. Memory larger than a parameter may belong to others."""
         rows = enumerate(zip(self._references, self._nbytes, strict=True))
         return [at for at, (memory, nbytes) in rows if nbytes and nbytes == _nbytes_of(memory)]

@@ -107,9 +107,11 @@ class WriteDetector:
 
     def _lay_out(self) -> None:
         flats = self._weights.items()
-        self._looked_at = {dtype: self._stretches(dtype, flat.view(torch.int64)) for dtype, flat in flats}
+        self._looked_at = {
+            dtype: self._split_stretches(dtype, flat.view(torch.int64)) for dtype, flat in flats
+        }
 
-    def _stretches(self, dtype: str, words: Tensor) -> list[list[list[Tensor]]]:
+    def _split_stretches(self, dtype: str, words: Tensor) -> list[list[list[Tensor]]]:
         """Split the memory between tables into stretches, and each stretch into turns."""
         every = 1 if words.numel() * _WORD <= WHOLE else EVERY
         tables = sorted([self._place_of(key) for key in self._tables if self._plan.specs[key].dtype == dtype])
@@ -150,7 +152,7 @@ class WriteDetector:
         # The same cutting, applied to byte offsets instead of weights, gives the range of each checksum.
         flat, differs = self._weights[dtype], differs.cpu()
         size = flat.element_size()
-        stretches = self._stretches(dtype, torch.arange(0, flat.numel() * size, _WORD, device="cpu"))
+        stretches = self._split_stretches(dtype, torch.arange(0, flat.numel() * size, _WORD, device="cpu"))
         parts = [part for turns in stretches for part in turns[self._turn % len(turns)]]
         firsts = torch.cat([part[..., 0].flatten() for part in parts])[differs].tolist()
         ends = torch.cat([part[..., -1].flatten() for part in parts])[differs].add(_WORD).tolist()

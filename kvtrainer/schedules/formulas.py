@@ -375,7 +375,7 @@ def make_policy(
         if options:
             raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
         return Formula(lambda point: policy(point.base, point.at, point.span))
-    given = check_options(policy, options, name, span)
+    given = check_policy_options(policy, options, name, span)
     kind, function = _find_formula(policy, name)
     if _NAMED[kind].needs_end and span is None and given.get("total_steps") is None:
         raise ConfigurationError(
@@ -387,7 +387,7 @@ def make_policy(
     return Formula(function, given, _NAMED[kind].restarts)
 
 
-def check_options(
+def check_policy_options(
     policy: str, options: Mapping[str, Any], name: str = "lr", span: int | None = None
 ) -> dict[str, Any]:
     """Return all options of a policy under our names, with defaults. Raises as `make_policy`."""

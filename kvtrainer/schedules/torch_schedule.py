@@ -60,7 +60,7 @@ class TorchSchedule:
         return {
             key: _encode_state(value)
             for key, value in self.scheduler.state_dict().items()
-            if _is_plain(value)
+            if _is_json_value(value)
         }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -208,11 +208,11 @@ def _check_metric(metric: Sequence[float]) -> None:
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
-def _is_plain(value: object) -> bool:
+def _is_json_value(value: object) -> bool:
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(_is_json_value, value))
     if isinstance(value, Mapping):
-        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
+        return all(_is_json_value(key) and _is_json_value(one) for key, one in value.items())
     if isinstance(value, Tensor):
         return value.dim() == 0
     return value is None or isinstance(value, bool | int | float | str)

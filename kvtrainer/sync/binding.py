@@ -273,7 +273,7 @@ class Binding:
         self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
         if self.holder is not None and self.holder.sink.changes != self._num_shown:
-            self._watch(arena, self.holder.sink)
+            self._watch_writes(arena, self.holder.sink)
         if self.holder is not None and self.holder.shared_grads is not None and is_on_cpu:
             layout.devices[0].tracker.grad_allocators = self.holder.shared_grads.grad_allocators()
         # 4. What listens to the backward pass.
@@ -354,7 +354,7 @@ class Binding:
             arena.mark_updated(None)
             arena.writes.count_own(outcome.written)
             if self.holder is not None and self.holder.sink.changes != self._num_shown:
-                self._watch(arena, self.holder.sink)
+                self._watch_writes(arena, self.holder.sink)
             if not layout.has_replicas:
                 arena.zeros = frozenset([key for _, key in contribution.rows])
         return outcome
@@ -410,7 +410,7 @@ class Binding:
         read = None if self.read_hypers is None else self.read_hypers()
         return self._sent.predict(read, self.updates_weights)
 
-    def _watch(self, arena: Arena, sink: WeightSink) -> None:
+    def _watch_writes(self, arena: Arena, sink: WeightSink) -> None:
         """Let write detection use pages where the system reports them, and checksums elsewhere."""
         self._num_shown = sink.changes
         arena.writes.check_written(sink.unwatched())
@@ -472,13 +472,13 @@ class Binding:
         if self.replicas is not None and self._layout is not None:
             layout = self._layout
             return WorkerResiduals(0, 1, self.replicas.residuals(layout.plan.specs, len(layout.devices)))
-        if (exchange := self._compressing()) is None:
+        if (exchange := self._compressing_exchange()) is None:
             return self._pending
         return WorkerResiduals(exchange.rank, exchange.num_workers, [exchange.residuals()])
 
     def take_residuals(self, saved: WorkerResiduals | None) -> None:
         """Load saved residuals, once the store is open, if they are this worker's; otherwise start with none."""
-        if self._compressing() is None and (self.replicas is None or self._layout is None):
+        if self._compressing_exchange() is None and (self.replicas is None or self._layout is None):
             is_compressing = self.selection.codec is not None or self.replicas is not None
             self._pending = saved if is_compressing and not self.is_started else None
             return
@@ -498,7 +498,7 @@ class Binding:
             self.holder.set_residuals(held[0] if held else {})
         self._pending = None
 
-    def _compressing(self) -> StoreExchange | None:
+    def _compressing_exchange(self) -> StoreExchange | None:
         return self.holder if self.is_started and self.selection.codec is not None else None
 
     def profiler(self) -> Profiler:

@@ -46,7 +46,7 @@ class Overlap:
         self._needed = [1] * len(plan.specs)
         """After how many it is complete."""
         self._thread = threading.get_ident()
-        memory.tracker.listen(self._arrived)
+        memory.tracker.listen(self._on_gradient)
 
     def begin_round(self) -> None:
         """Leave all other slices to the step; gradients that come from now on are those of the next one."""
@@ -54,7 +54,7 @@ class Overlap:
         self._passes, self._missing = [0] * len(self._passes), list(self._num_keys)
         self._thread = threading.get_ident()
 
-    def _arrived(self, key: int) -> None:
+    def _on_gradient(self, key: int) -> None:
         if getattr(self._parameters[key], "grad_req", None) == "null":
             return
         self._passes[key] += 1

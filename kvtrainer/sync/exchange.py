@@ -245,7 +245,7 @@ class StoreExchange(Exchange):
             self.shared_grads = shared_grads if shared_grads.has_some else None
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        mine = self._down(weights)
+        mine = self._copy_to_host(weights)
         if self.sink is IN_PLACE and self._staging is not None:
             self.sink = DeviceSink(self._staging, maps=False)
         elif self.sink is IN_PLACE and self.updates_weights and not self.is_sync:
@@ -350,7 +350,11 @@ class StoreExchange(Exchange):
         # In synchronous rounds the weights of the others' rounds are not needed before the last one.
         target = grads if not self.updates_weights else None if self.is_sync else weights
         out = (
-            None if target is None else self.sink.outs(target) if self.updates_weights else self._down(target)
+            None
+            if target is None
+            else self.sink.outs(target)
+            if self.updates_weights
+            else self._copy_to_host(target)
         )
         outs = None if out is None else [out]
         contribution = Contribution([self._table], None, outs, joined=True)
@@ -372,7 +376,7 @@ class StoreExchange(Exchange):
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         self._forget_read()
-        mine = self._down(weights)
+        mine = self._copy_to_host(weights)
         rounds = self._client.rounds
         if self.is_sync:
             contribution = self._of_rank_0(mine, tables, self.sink.outs(weights), assign=True)
@@ -424,7 +428,7 @@ class StoreExchange(Exchange):
                 self._table.record_version(server, version)
         self.sink.accept(weights)
         if not self.is_sync:
-            self._down(weights)
+            self._copy_to_host(weights)
 
     def _forget_read(self) -> None:
         self._looked_at = None
@@ -470,7 +474,7 @@ class StoreExchange(Exchange):
             self._staging = Staging(SideStream(flat.device))
         return self._staging
 
-    def _down(self, arenas: Arenas) -> Arenas:
+    def _copy_to_host(self, arenas: Arenas) -> Arenas:
         staging = self._staging_of(arenas)
         return arenas if staging is None else staging.down(arenas)
 
@@ -545,13 +549,13 @@ class PluginExchange(Exchange):
         )
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        for key, piece in enumerate(self._pieces(weights)):
+        for key, piece in enumerate(self._views_of_keys(weights)):
             self._store.broadcast(key, piece, piece)
 
     def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
         step.sent()
         [arenas] = contribution.values or ()
-        for key, piece in enumerate(self._pieces(arenas)):
+        for key, piece in enumerate(self._views_of_keys(arenas)):
             if contribution.scale != 1.0:
                 piece.mul_(contribution.scale)
             if contribution.veto:
@@ -565,11 +569,11 @@ class PluginExchange(Exchange):
         raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        for key, piece in enumerate(self._pieces(weights)):
+        for key, piece in enumerate(self._views_of_keys(weights)):
             if self._store.rank != 0:
                 piece.zero_()
             self._store.pushpull(key, piece, piece, priority=-key)
 
-    def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    def _views_of_keys(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
         rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
         return [arenas[spec.dtype][at : at + spec.numel].view(spec.shape) for spec, at in rows]

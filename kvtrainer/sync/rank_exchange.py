@@ -356,7 +356,7 @@ class BucketOverlap:
         self._vain = EagerPushMonitor()
         # Of CUDA tensors another thread computes the gradients.
         self._lock = threading.Lock()
-        memory.tracker.listen(self._arrived)
+        memory.tracker.listen(self._on_gradient)
 
     @property
     def count(self) -> int:
@@ -448,7 +448,7 @@ class BucketOverlap:
         self._buckets = [_Bucket(layout, self._plan, self._device) for layout in layouts]
         self._bucket_of = {key: at for at, layout in enumerate(layouts) for key in layout.keys}
 
-    def _arrived(self, key: int) -> None:
+    def _on_gradient(self, key: int) -> None:
         if getattr(self._parameters[key], "grad_req", None) == "null":
             return
         with self._lock:

@@ -182,8 +182,10 @@ class OptimizerStates:
         if (joint := self.joint) is not None:
             return joint.instance.state
         keys = range(len(self._memory.names))
-        states = self.current() or {key: self._initial(key) for key in keys}
-        found = {self._memory.parameters[key]: self._shown(state) for key, state in states.items()}
+        states = self.current() or {key: self._initial_state(key) for key in keys}
+        found = {
+            self._memory.parameters[key]: self._without_store_count(state) for key, state in states.items()
+        }
         return {parameter: state for parameter, state in found.items() if state}
 
     def shown_of(self, parameter: Tensor) -> State:
@@ -195,7 +197,9 @@ class OptimizerStates:
             return dict(joint.instance.state.get(parameter, {}))
         optimizer = self._groups.optimizer
         is_new = optimizer.num_update == optimizer.begin_num_update
-        return self._shown(self.current([key]).get(key) or (self._initial(key) if is_new else {}))
+        return self._without_store_count(
+            self.current([key]).get(key) or (self._initial_state(key) if is_new else {})
+        )
 
     def replace(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Replace the state of one parameter. An empty one removes it, also for a parameter taken out of the groups."""
@@ -218,7 +222,7 @@ class OptimizerStates:
         if self._pending is not None or not self._holders():
             self._pending = {**(self._pending or {}), key: found}
         else:
-            self._give({key: found}, others_stay=True)
+            self._import_states({key: found}, others_stay=True)
         self._groups.counts.restore_one(key, int(float(found.get("step", 0))), len(self._memory.names))
 
     def follow_instance(self) -> None:
@@ -277,10 +281,10 @@ class OptimizerStates:
     def hand_over(self) -> None:
         """Pass pending state to its holder, if that exists."""
         if self._pending is not None and self._holders():
-            self._give(self._pending)
+            self._import_states(self._pending)
             self._pending = None
 
-    def _give(self, states: Mapping[int, State], others_stay: bool = False) -> None:
+    def _import_states(self, states: Mapping[int, State], others_stay: bool = False) -> None:
         for holder, device in self._holders():
             if isinstance(holder, JointUpdate):
                 holder.put(states)
@@ -288,13 +292,13 @@ class OptimizerStates:
                 optimizer = self._groups.optimizer
                 import_states(self._plan, holder, states, optimizer, device, others_stay=others_stay)
 
-    def _initial(self, key: int) -> State:
+    def _initial_state(self, key: int) -> State:
         if not self._memory.parameters[key].requires_grad:
             return {}
         spec = self._memory.plan.specs[key]
         return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
 
-    def _shown(self, state: State) -> State:
+    def _without_store_count(self, state: State) -> State:
         """Leave out the store's step count if torch's class keeps none, so that checkpoints have torch's keys."""
         optimizer = self._groups.optimizer
         is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
@@ -450,9 +454,9 @@ class JointUpdate:
         memory.
         """
         with (
-            self._undone("the step was not applied"),
-            self._borrowed(scale, present, decision),
-            self._grouped(hypers),
+            self._restore_on_error("the step was not applied"),
+            self._lend_gradients(scale, present, decision),
+            self._apply_hypers(hypers),
         ):
             if again is None:
                 self.instance.step()
@@ -464,14 +468,17 @@ class JointUpdate:
     def set_mode(self, mode: str) -> None:
         """Call the optimizer's own `train` or `eval`. If it raises, everything is restored."""
         nothing, live = [False] * len(self._parameters), self._groups()
-        with self._undone(f"{mode}() has changed nothing"), self._borrowed(1.0, nothing, Decision()):
+        with (
+            self._restore_on_error(f"{mode}() has changed nothing"),
+            self._lend_gradients(1.0, nothing, Decision()),
+        ):
             for key, parameter in enumerate(self._parameters):
                 self._stand_in(key, parameter.data)
-            with self._grouped([live[spec.group] for spec in self._device.plan.specs]):
+            with self._apply_hypers([live[spec.group] for spec in self._device.plan.specs]):
                 getattr(self.instance, mode)()
 
     @contextmanager
-    def _undone(self, consequence: str) -> Iterator[None]:
+    def _restore_on_error(self, consequence: str) -> Iterator[None]:
         """Restore weights, state and groups if the block raises. The optimizer's error says so."""
         weights = self._device.arena.weights
         former = {dtype: flat.clone() for dtype, flat in weights.items()}
@@ -614,7 +621,7 @@ class JointUpdate:
                 self.instance.state.pop(parameter, None)
 
     @contextmanager
-    def _borrowed(self, scale: float, present: Sequence[bool], decision: Decision) -> Iterator[None]:
+    def _lend_gradients(self, scale: float, present: Sequence[bool], decision: Decision) -> Iterator[None]:
         """Within the block, parameters have the reduced gradients, and half-precision ones float32 stand-ins."""
         own_grads = [p.grad for p in self._parameters]
         places = [p.data for p in self._parameters]
@@ -659,7 +666,7 @@ class JointUpdate:
         return wide
 
     @contextmanager
-    def _grouped(self, hypers: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    def _apply_hypers(self, hypers: Sequence[Mapping[str, Any]]) -> Iterator[None]:
         """Within the block, the optimizer's groups have the hyper-parameters of this step, with multipliers."""
         # 1. Keys of a group with different multipliers need groups of their own.
         live, former = self._groups(), self.instance.param_groups

@@ -55,7 +55,7 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
     return SavedStates({}, 0, [], {}, extra, tensors)
 
 
-def export_states(pipeline: StepPipeline) -> SavedStates:
+def export_trainer_states(pipeline: StepPipeline) -> SavedStates:
     own, optimizer = export_own_states(pipeline), pipeline.groups.optimizer
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
         plain_values, own.tensors[_OPTIMIZER] = shared

@@ -64,7 +64,7 @@ class StepPipeline:
     def __init__(self, groups: ParameterGroups, binding: Binding) -> None:
         self.groups = groups
         self.binding = binding
-        binding.read_hypers = weakref.WeakMethod(self._hypers)
+        binding.read_hypers = weakref.WeakMethod(self._read_hypers)
         self.memory = Memory(groups.live, groups.names)
         groups.bind(groups.live)
         groups.set_trained(groups.names)
@@ -178,7 +178,7 @@ class StepPipeline:
             self.prepare()
         # 3. Gather, reduce, and update here or in the store.
         was_bad = self.is_bad
-        again = None if closure is None else self._evaluator(closure, loss, scale)
+        again = None if closure is None else self._make_evaluator(closure, loss, scale)
         if loops_scaling is not None:
             overflows, factor = loops_scaling(self.binding.num_workers)
             undone *= factor
@@ -462,7 +462,9 @@ class StepPipeline:
             return 1.0 / undone
         return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
 
-    def _evaluator(self, closure: Callable[[], Any], loss: Any, scale: float) -> Callable[[], Any] | None:
+    def _make_evaluator(
+        self, closure: Callable[[], Any], loss: Any, scale: float
+    ) -> Callable[[], Any] | None:
         """Return a function with which a torch optimizer evaluates the loss again; None for updates key by key."""
         joint = self.states.joint
         if joint is None:
@@ -565,14 +567,16 @@ class StepPipeline:
         # 1. In asynchronous modes each contribution is limited separately, before it is sent.
         own = GradientCheck()
         if exchange.updates_weights and not exchange.is_sync:
-            own = self._judge(memory.devices[0], fresh, scale)
+            own = self._check_gradients(memory.devices[0], fresh, scale)
             scale = self._limit_own(own.decision, scale)
         # 2. Run the round, with this worker's veto.
         limits = self.limits
         veto = own.decision.skip or self.is_bad
         if limits.checks_finite and not self.binding.checks_sums(memory.arena.grads):
             veto = veto or not memory.is_finite()
-        options = self._hypers(fresh if self.binding.num_workers == 1 else None)  # other workers may add keys
+        options = self._read_hypers(
+            fresh if self.binding.num_workers == 1 else None
+        )  # other workers may add keys
         outcome = self.binding.round(memory, options, scale, absent, veto, limits)
         if outcome.skipped:
             return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
@@ -589,7 +593,7 @@ class StepPipeline:
             candidates = [is_in and i not in outcome.left_out for i, is_in in enumerate(candidates)]
         return candidates, verdict
 
-    def _hypers(self, coming: Sequence[bool] | None = None) -> dict[str, Any]:
+    def _read_hypers(self, coming: Sequence[bool] | None = None) -> dict[str, Any]:
         """Read the hyper-parameters of the coming update; see `ParameterGroups.options`."""
         # Compared by the store: if these differed, workers would diverge in rounds, scales, or weights.
         stages: dict[str, Any] = {}
@@ -665,7 +669,7 @@ class StepPipeline:
     ) -> GradientCheck:
         # 1. The hyper-parameters of each key; tried out, so that a bad one fails before the update.
         if options is None:
-            options = self._hypers(present if self.binding.num_workers == 1 else None)
+            options = self._read_hypers(present if self.binding.num_workers == 1 else None)
         if options != self._effective[0]:
             rows = effective_hypers(self.memory.plan, self.groups.optimizer, options)
             for row in {id(row): row for row in rows}.values():
@@ -676,7 +680,7 @@ class StepPipeline:
         if self.binding.exchange is None and self.memory.has_replicas:
             by_device = list(self.memory.own_present)  # replicas are updated separately
         places = list(zip(self.memory.devices, self.states.here, by_device, strict=False))
-        verdicts = [self._judge(device, own, scale) for device, _, own in places]
+        verdicts = [self._check_gradients(device, own, scale) for device, _, own in places]
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
             return skipped
@@ -696,7 +700,7 @@ class StepPipeline:
             self.memory.share_weights(present)
         return verdicts[0]
 
-    def _judge(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> GradientCheck:
+    def _check_gradients(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> GradientCheck:
         if self.is_bad:
             return GradientCheck(None, Decision(skip=True))
         limits = self.limits

@@ -51,7 +51,13 @@ from kvtrainer.sync.select import select_store
 from kvtrainer.trainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.trainer.join import join
 from kvtrainer.trainer.optimizer_states import OptimizerStates, StateView
-from kvtrainer.trainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
+from kvtrainer.trainer.saving import (
+    adopt_rest,
+    as_state_dict,
+    check_fit,
+    export_own_states,
+    export_trainer_states,
+)
 from kvtrainer.trainer.step import StepPipeline
 from kvtrainer.types import Group, StepResult
 
@@ -888,7 +894,7 @@ class Trainer(torch.optim.Optimizer):
         """Return what `save_states` saves. Blocks while state is fetched. Raises KVStoreError as that does."""
         self._pipeline.binding.check_whole(_SAVED)
         self._pipeline.ready()
-        return export_states(self._pipeline)
+        return export_trainer_states(self._pipeline)
 
     def export_own_states(self) -> SavedStates:
         """Return the part of `export_saved_states` that only this worker has, such as residuals; fetches nothing."""

@@ -61,15 +61,15 @@ class TrainerDict(Mapping[str, Trainer]):
 
     def update_params(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported, since one loss cannot be for all. Raises JointStepError, a NotImplementedError."""
-        raise self._joint("update_params")
+        raise self._joint_step_error("update_params")
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported, since loss scales may differ. Raises JointStepError, a NotImplementedError."""
-        raise self._joint("backward")
+        raise self._joint_step_error("backward")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported, like `backward`. Raises JointStepError, a NotImplementedError."""
-        raise self._joint("step")
+        raise self._joint_step_error("step")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters of all Trainers."""
@@ -123,7 +123,7 @@ class TrainerDict(Mapping[str, Trainer]):
             for trainer in reversed(self._trainers.values()):
                 stack.callback(trainer.close)
 
-    def _joint(self, method: str) -> JointStepError:
+    def _joint_step_error(self, method: str) -> JointStepError:
         return JointStepError(
             f"You should access the Trainer of the TrainerDict and call its `{method}`; it has {', '.join(self)}"
         )
