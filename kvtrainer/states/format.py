@@ -405,7 +405,7 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
         StateFileError: A value is neither a tensor nor plain.
     """
     tensors = {
-        _name(_EXTRA, section, name): tensor
+        _tensor_name(_EXTRA, section, name): tensor
         for section, members in saved.tensors.items()
         for name, tensor in members.items()
     }
@@ -421,7 +421,7 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
                 f"the state {entry!r} of {name!r} cannot be saved, because it is of class {kind}, which is made of "
                 "several tensors; torch.save can save what state_dict() of the Trainer returns"
             )
-        tensors |= {_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
+        tensors |= {_tensor_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
         others = {entry: value for entry, value in entries.items() if entry not in found}
         rows.append(
             {**row, "numbers": {entry: encode_entry(name, entry, one) for entry, one in others.items()}}
@@ -526,7 +526,7 @@ def build_saved_states(content: Mapping[str, Any]) -> SavedStates:
     )
 
 
-def _name(*parts: str) -> str:
+def _tensor_name(*parts: str) -> str:
     return "/".join(quote(part, safe=" ") for part in parts)
 
 
