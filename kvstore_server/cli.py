@@ -31,7 +31,7 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import KVStoreError
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.optimizer.base import capability
-from kvstore_server.optimizer.registry import prepare_to_serve
+from kvstore_server.optimizer.registry import preload_optimizers
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
 from kvstore_server.server import Server, ServerOptions, make_server
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
     # 1. Flags, logging and limits of the process.
     parser = build_parser(os.environ)
     flags = parser.parse_args(argv)
-    _check(parser, flags)
+    _check_flags(parser, flags)
     logging.basicConfig(
         level=flags.log.upper(),
         format=f"%(asctime)s server {flags.index} %(levelname)s %(message)s",
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             sys.path.insert(0, os.getcwd())
             for module in flags.imports:
                 importlib.import_module(module)
-            prepare_to_serve()
+            preload_optimizers()
             options = ServerOptions(
                 flags.bind, flags.drain_timeout, max_message_bytes=flags.max_message_bytes
             )
@@ -144,7 +144,9 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             print(f"kvstore-server: {error}{advice}", file=sys.stderr)
             return 1
         # 3. Serve.
-        return _serve(server, flags, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
+        return _serve_until_signal(
+            server, flags, announce or (lambda server: _announce_endpoint(server.endpoint, flags.ready_fd))
+        )
 
 
 def run() -> NoReturn:
@@ -158,7 +160,7 @@ def run() -> NoReturn:
     os._exit(code)
 
 
-def _serve(server: Server, flags: argparse.Namespace, announce: Callable[[Server], None]) -> int:
+def _serve_until_signal(server: Server, flags: argparse.Namespace, announce: Callable[[Server], None]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.request_stop())
     # Imported objects live as long as the process; freeze them, or every full collection would traverse them again.
@@ -194,7 +196,7 @@ def _page_of(server: Server, flags: argparse.Namespace) -> Iterator[None]:
         page.wait()
 
 
-def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     if flags.num_servers < 1 or not 0 <= flags.index < flags.num_servers:
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
     for flag, _, _, kind, _ in _VALUES:
@@ -240,7 +242,7 @@ def _problem_with(ready_fd: int) -> str | None:
     return "is open for reading only; pass the writing end of the pipe" if mode == os.O_RDONLY else None
 
 
-def _announce(endpoint: str, ready_fd: int | None) -> None:
+def _announce_endpoint(endpoint: str, ready_fd: int | None) -> None:
     if ready_fd is None:
         print(f"kvstore-server: listening on {endpoint}", flush=True)
         return

@@ -323,29 +323,29 @@ class EightBit(Codec):
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
-        for part, scales, quantised in _rows(total, codes, self.unit, 8):
+        for part, scales, quantised in _split_units(total, codes, self.unit, 8):
             scale = (np.maximum(part.max(1), -part.min(1)) / 127).astype(np.float32)[:, None]
             is_fine &= bool((scale <= self.largest / 127).all())
             scale[scale < _FLOAT32.tiny] = 0.0
             inverse = np.divide(1, scale, np.zeros_like(scale), where=scale > 0)
             whole = spare[: part.size].reshape(part.shape)
-            _times(part, inverse, whole)
+            _scale_rows(part, inverse, whole)
             np.rint(whole, whole)
             np.copyto(quantised.view(np.int8), whole, "unsafe")
             scales[:] = scale.view(np.uint8)
-            _times(whole, scale, whole)
+            _scale_rows(whole, scale, whole)
             np.subtract(part, whole, part)
         return is_fine
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        for part, scales, quantised in _rows(values, codes, self.unit, 8):
+        for part, scales, quantised in _split_units(values, codes, self.unit, 8):
             part[:] = quantised.view(np.int8)
-            _times(part, _scale(scales), part)
+            _scale_rows(part, _read_scales(scales), part)
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
-        for _, scales, quantised in _rows(_shaped(numel), payload.numpy(), self.unit, 8):
-            scale = _scale(scales)
+        for _, scales, quantised in _split_units(_empty_of_length(numel), payload.numpy(), self.unit, 8):
+            scale = _read_scales(scales)
             if (
                 not ((scale >= 0) & (scale <= self.largest / 127)).all()
                 or quantised.view(np.int8).min() < -127
@@ -356,7 +356,9 @@ class EightBit(Codec):
                 )
 
 
-def _rows(values: Numbers, codes: Bytes, unit: int, bits: int) -> Iterator[tuple[Numbers, Bytes, Bytes]]:
+def _split_units(
+    values: Numbers, codes: Bytes, unit: int, bits: int
+) -> Iterator[tuple[Numbers, Bytes, Bytes]]:
     """Yield the complete units as one matrix, then the rest: values by unit, bytes of the scales, codes."""
     whole, nbytes = len(values) // unit, 4 + unit * bits // 8
     for start, count, size in ((0, whole, unit), (whole, 1, len(values) - whole * unit)):
@@ -367,16 +369,16 @@ def _rows(values: Numbers, codes: Bytes, unit: int, bits: int) -> Iterator[tuple
             yield part, rows[:, :4], rows[:, 4:]
 
 
-def _scale(scales: Bytes) -> NDArray[np.float32]:
+def _read_scales(scales: Bytes) -> NDArray[np.float32]:
     return scales.copy().view("<f4")
 
 
-def _shaped(numel: int) -> Numbers:
+def _empty_of_length(numel: int) -> Numbers:
     """Return an array that has the length `numel` but no memory, for its shape."""
     return np.broadcast_to(np.float32(0), numel)
 
 
-def _times(rows: Numbers, factors: Numbers, out: Numbers) -> None:
+def _scale_rows(rows: Numbers, factors: Numbers, out: Numbers) -> None:
     """Multiply each row by its factor; numpy takes three times as long."""
     torch.mul(torch.from_numpy(rows), torch.from_numpy(factors), out=torch.from_numpy(out))
 
@@ -405,7 +407,7 @@ class TwoBit(Codec):
         label = "compression '2bit': threshold"  # in float32
         threshold = check.number(label, self.threshold, _FLOAT32.tiny, _FLOAT32.max)
         object.__setattr__(self, "threshold", threshold)
-        object.__setattr__(self, "_tables", _tables((0.0, 0.0, -threshold, threshold)))
+        object.__setattr__(self, "_tables", _build_tables((0.0, 0.0, -threshold, threshold)))
 
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return -(-numel // 4)
@@ -450,7 +452,7 @@ class Ternary(Codec):
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
-        for part, scales, quantised in _rows(total, codes, self.unit, 2):
+        for part, scales, quantised in _split_units(total, codes, self.unit, 2):
             # 1. The threshold of each unit.
             values = np.abs(part, spare[: part.size].reshape(part.shape))
             sums = values.sum(1, keepdims=True)
@@ -467,14 +469,14 @@ class Ternary(Codec):
             sent, count = (np.einsum("ij,ij->i", values, other)[:, None] for other in (part, values))
             scale = (sent / np.maximum(count, 1)).astype(np.float32)
             scales[:] = scale.view(np.uint8)
-            _times(values, scale, values)
+            _scale_rows(values, scale, values)
             np.subtract(part, values, part)
         return is_fine
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        for part, scales, quantised in _rows(values, codes, self.unit, 2):
+        for part, scales, quantised in _split_units(values, codes, self.unit, 2):
             self._signs(quantised, part)
-            _times(part, _scale(scales), part)
+            _scale_rows(part, _read_scales(scales), part)
 
     def _signs(self, quantised: Bytes, values: Numbers) -> None:
         row = values.shape[1]
@@ -485,8 +487,8 @@ class Ternary(Codec):
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
-        for _, scales, quantised in _rows(_shaped(numel), payload.numpy(), self.unit, 2):
-            scale = _scale(scales)
+        for _, scales, quantised in _split_units(_empty_of_length(numel), payload.numpy(), self.unit, 2):
+            scale = _read_scales(scales)
             if (
                 not ((scale >= 0) & (scale <= self.largest)).all()
                 or (quantised & ~(quantised >> 1) & 0x55).any()
@@ -516,7 +518,7 @@ class OneBit(Codec):
         label = "compression '1bit': threshold"  # in float32
         threshold = check.number(label, self.threshold, _FLOAT32.min, _FLOAT32.max)
         object.__setattr__(self, "threshold", threshold)
-        object.__setattr__(self, "_tables", _tables((-1.0, 1.0)))
+        object.__setattr__(self, "_tables", _build_tables((-1.0, 1.0)))
 
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return -(-numel // 8)
@@ -530,7 +532,7 @@ class OneBit(Codec):
         _look_up(self._tables[values.dtype.char], codes, values)
 
 
-def _tables(values: Sequence[float]) -> Tables:
+def _build_tables(values: Sequence[float]) -> Tables:
     """Return what each byte decodes to, if a code of as few bits as possible means `values[code]`."""
     width = (len(values) - 1).bit_length()
     shifts = np.arange(8 - width, -1, -width)
@@ -543,7 +545,7 @@ _SIDE_BY_SIDE = {code: np.uint32(code * 0x40100401 % 2**32) for code in (2, 3)}
 """Multiplying four bytes of 0 or 1, as one integer, by this puts the code for each 1 side by side into the highest
 byte.
 """
-_SIGNS = _tables((0.0, 0.0, -1.0, 1.0))
+_SIGNS = _build_tables((0.0, 0.0, -1.0, 1.0))
 
 
 def _two_bits(above: NDArray[np.bool_], below: NDArray[np.bool_]) -> NDArray[Any]:
@@ -593,7 +595,7 @@ class TopK(Codec):
         # Without its sign bit, a float's bits compare as an integer in the order of magnitudes, NaNs largest.
         whole = np.dtype(f"i{total.itemsize}")
         magnitudes = np.bitwise_and(total.view(whole), np.iinfo(whole).max, spare.view(whole))
-        chosen = _largest(magnitudes, self._count(len(total)))
+        chosen = _find_largest(magnitudes, self._count(len(total)))
         sent = total[chosen]
         codes[: sent.nbytes] = sent.view(np.uint8)
         codes[sent.nbytes :] = chosen.astype("<u2").view(np.uint8)
@@ -621,7 +623,7 @@ class TopK(Codec):
         return codes[:size].view(f"<f{dtype.itemsize}"), codes[size:].view("<u2")
 
 
-def _largest(magnitudes: NDArray[Any], count: int) -> NDArray[np.intp]:
+def _find_largest(magnitudes: NDArray[Any], count: int) -> NDArray[np.intp]:
     """Return the positions of the `count` largest numbers, ascending; among equal ones the first."""
     near = np.arange(0)
     sample = magnitudes[::_SAMPLED]

@@ -72,9 +72,9 @@ class DebugLog:
             round_ = known if round_ == "-" else round_
         values = (
             direction, type(body).__name__, peer.name, number, table, _slots_of(body), round_, _bytes_of(body),
-            _detail_of(body), _quoted(peer.namespace),
+            _detail_of(body), _quote_name(peer.namespace),
         )  # fmt: skip
-        self._logger.debug("message %s", _pairs(MESSAGE_KEYS, values))
+        self._logger.debug("message %s", _format_fields(MESSAGE_KEYS, values))
 
     def round(
         self,
@@ -95,13 +95,13 @@ class DebugLog:
             waiting_for: Peers, as in messages.
             error: Why it failed; only the class is logged, because the exception has the text.
         """
-        shown = ",".join(map(_quoted, names[:_LISTED])) + f",…({len(names)})" * (len(names) > _LISTED)
+        shown = ",".join(map(_quote_name, names[:_LISTED])) + f",…({len(names)})" * (len(names) > _LISTED)
         waiting = ",".join(waiting_for)
         values = (
-            state, _span(tables), _span(rounds), "-" if rank is None else rank, waiting or "-",
-            "-" if error is None else type(error).__name__, _quoted(namespace), shown or "-",
+            state, _format_numbers(tables), _format_numbers(rounds), "-" if rank is None else rank, waiting or "-",
+            "-" if error is None else type(error).__name__, _quote_name(namespace), shown or "-",
         )  # fmt: skip
-        self._logger.debug("round %s", _pairs(ROUND_KEYS, values))
+        self._logger.debug("round %s", _format_fields(ROUND_KEYS, values))
 
 
 def debug_log(name: str) -> DebugLog | None:
@@ -110,15 +110,15 @@ def debug_log(name: str) -> DebugLog | None:
     return DebugLog(logger) if logger.isEnabledFor(logging.DEBUG) else None
 
 
-def _pairs(keys: Sequence[str], values: Sequence[object]) -> str:
+def _format_fields(keys: Sequence[str], values: Sequence[object]) -> str:
     return " ".join([f"{key}={value}" for key, value in zip(keys, values, strict=True)])
 
 
-def _quoted(name: str | None) -> str:
+def _quote_name(name: str | None) -> str:
     return "-" if name is None else json.dumps(name[:_LONGEST])
 
 
-def _span(numbers: Iterable[int]) -> str:
+def _format_numbers(numbers: Iterable[int]) -> str:
     """Format distinct numbers in ascending order: a few individually, a contiguous range by its ends."""
     found = sorted(set(map(int, numbers)))
     if not found:
@@ -138,22 +138,22 @@ def _is_routine(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
 
 def _table_of(body: Any) -> str:
     if isinstance(body, m.Contribute):
-        return _span(body.commits[:, 0].tolist())
+        return _format_numbers(body.commits[:, 0].tolist())
     if isinstance(body, m.Done):
-        return _span(body.rounds[:, 0].tolist())
+        return _format_numbers(body.rounds[:, 0].tolist())
     if isinstance(body, m.Pull):
-        return _span(body.tables)
+        return _format_numbers(body.tables)
     table = getattr(body, "table", -1)
     if isinstance(table, str):  # of a Register, before the table has a number
-        return _quoted(table)
+        return _quote_name(table)
     return "-" if table < 0 else str(table)
 
 
 def _round_of(body: Any) -> str:
     if isinstance(body, m.Contribute):
-        return _span([*body.commits[:, 1].tolist(), *body.pushes[:, 1].tolist()])
+        return _format_numbers([*body.commits[:, 1].tolist(), *body.pushes[:, 1].tolist()])
     if isinstance(body, m.Done):
-        return _span(body.rounds[:, 1].tolist())
+        return _format_numbers(body.rounds[:, 1].tolist())
     if isinstance(body, m.Registered):
         return str(body.next_round)
     round_ = getattr(body, "round", -1)
@@ -168,7 +168,7 @@ def _slots_of(body: Any) -> str:
         words = [*body.parts[:, 0].tolist(), *body.places[:, 0].tolist()]
     elif isinstance(body, m.Missing):
         words = list(body.slots)
-    return _span(m.place_of(word)[0] for word in words)
+    return _format_numbers(m.place_of(word)[0] for word in words)
 
 
 _DATA: dict[type[Any], Callable[[Any], int]] = {

@@ -2,7 +2,7 @@
 
 Keys of one dtype share one flat arena. It is cut into slices, the unit of transfer, summation, update and placement: a
 slice contains several small keys (a bucket) or one piece of a big key. `make_plan` lays the arenas out with `_Arena`,
-and `_placed` assigns slices to servers, largest first to the least loaded.
+and `_place_slices` assigns slices to servers, largest first to the least loaded.
 
 Row-sparse keys come last in their arena, each in slices of its own, over which its rows are interleaved; workers hold
 the arena without them. `RowPlaces` and `RowBlock` translate row ids of a key to rows on a server and back. A row group
@@ -313,7 +313,7 @@ def _slices_per_page(drafts: Sequence[Slice], pieces: Sequence[int], num_servers
     return fill if len(pieces) >= 4 * fill * num_servers else -(-len(pieces) // num_servers)
 
 
-def _placed(
+def _place_slices(
     slices: Sequence[Slice],
     specs: Sequence[TensorSpec],
     num_servers: int,
@@ -331,12 +331,14 @@ def _placed(
             most = _slices_per_page(slices, pieces, num_servers)
         units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
     sizes = [slice_.nbytes for slice_ in slices]
-    servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
+    servers = _assign_servers(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     rows = zip(slices, servers, strict=True)
     return tuple([slice_ if slice_.server == at else replace(slice_, server=at) for slice_, at in rows])
 
 
-def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
+def _assign_servers(
+    sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int
+) -> list[int]:
     """Return the server of each item. Units stay together; the largest go first, to the least loaded server."""
     # `seed` rotates the order of servers, so that many tables of one key are not all on server 0.
     loads = [0] * num_servers
@@ -383,7 +385,7 @@ class Plan:
         return replace(
             self,
             num_servers=num_servers,
-            slices=_placed(self.slices, self.specs, *wanted),
+            slices=_place_slices(self.slices, self.specs, *wanted),
             whole_keys=whole_keys,
             one_server=one_server,
         )
@@ -580,7 +582,7 @@ def make_plan(
         drafts.extend(layout.slices)
         arena_sizes[dtype] = layout.end
     # 3. Assign the slices to servers.
-    slices = _placed(drafts, specs, num_servers, whole_keys, one_server)
+    slices = _place_slices(drafts, specs, num_servers, whole_keys, one_server)
     places = tuple(key_offsets), tuple(numels)
     return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, *places, whole_keys, one_server)
 
@@ -594,8 +596,8 @@ def check_same(
         b = theirs[i] if i < len(theirs) else None
         if a != b:
             raise PlanMismatchError(
-                f"workers have different models: key {i} is {_describe(b)} on {who_theirs} but {_describe(a)} on "
-                f"{who_mine}; build the same model, in the same order, on every worker"
+                f"workers have different models: key {i} is {_describe_spec(b)} on {who_theirs} but "
+                f"{_describe_spec(a)} on {who_mine}; build the same model, in the same order, on every worker"
             )
 
 
@@ -643,7 +645,7 @@ def _check_rows(spec: TensorSpec) -> None:
         )
 
 
-def _describe(spec: TensorSpec | None) -> str:
+def _describe_spec(spec: TensorSpec | None) -> str:
     if spec is None:
         return "missing"
     kind = "row-sparse " if spec.row_sparse else ""

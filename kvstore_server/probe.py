@@ -43,7 +43,7 @@ def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | N
     """
     deadline = time.monotonic() + timeout
     with zmq.Context() as context:
-        sockets = [_asking(context, address) for address in addresses]
+        sockets = [_open_socket(context, address) for address in addresses]
         try:
             found: list[Mapping[str, Any] | None] = []
             for socket in sockets:
@@ -55,7 +55,7 @@ def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | N
     return found
 
 
-def _asking(context: Any, address: str) -> Any:
+def _open_socket(context: Any, address: str) -> Any:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -105,9 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kvstore_server.probe", description="Ask one server whether it answers."
     )
-    parser.add_argument("server", type=_address, help="tcp://HOST:PORT")
+    parser.add_argument("server", type=_parse_address, help="tcp://HOST:PORT")
     parser.add_argument(
-        "--timeout", type=_seconds, default=5.0, help="seconds to wait for the answer (%(default)g)"
+        "--timeout", type=_parse_seconds, default=5.0, help="seconds to wait for the answer (%(default)g)"
     )
     options = parser.parse_args(argv)
     problem = ask(options.server, options.timeout)
@@ -116,14 +116,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if problem else 0
 
 
-def _address(text: str) -> str:
+def _parse_address(text: str) -> str:
     found = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):([0-9]{1,5})", text)
     if found is None or not 1 <= int(found[2]) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not tcp://HOST:PORT")
     return text
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 to 3600")

@@ -487,7 +487,7 @@ class Backlog:
     def append(self, reply: m.Reply) -> None:
         self.replies.append(reply)
         self.nbytes += _size_of(reply)
-        self._coming.update(_keys(reply))
+        self._coming.update(_reply_keys(reply))
 
     def divide(self, most: int) -> None:
         """Split the oldest reply into messages of at most `most` bytes of data."""
@@ -507,14 +507,14 @@ class Backlog:
     def popleft(self) -> m.Reply:
         reply, self._frames = self.replies.popleft(), None
         self.nbytes -= _size_of(reply)
-        self._coming.difference_update(_keys(reply))
+        self._coming.difference_update(_reply_keys(reply))
         return reply
 
     def without_coming(self, reply: m.Reply) -> m.Reply:
         """Return the reply without weights that are queued already, because its request was repeated."""
         if not isinstance(reply.body, m.Weights):
             return reply
-        news = [at for at, key in enumerate(_keys(reply)) if key not in self._coming]
+        news = [at for at, key in enumerate(_reply_keys(reply)) if key not in self._coming]
         payloads = tuple([reply.body.payloads[at] for at in news])
         parts, zero_copy = reply.body.parts[news], reply.body.zero_copy
         return m.Reply(reply.number, m.Weights(parts, payloads, zero_copy, reply.body.places))
@@ -532,7 +532,7 @@ def _size_of(reply: m.Reply) -> int:
     return _LEAST + (len(body.data) if isinstance(body, m.SliceState) else 0)
 
 
-def _keys(reply: m.Reply) -> list[tuple[int, int, int]]:
+def _reply_keys(reply: m.Reply) -> list[tuple[int, int, int]]:
     parts = reply.body.parts[:, :2].tolist() if isinstance(reply.body, m.Weights) else ()
     return [(reply.number, slot, version) for slot, version in parts]
 

@@ -53,7 +53,7 @@ class AgreedOptimizer:
             values = unpack_control(spec)
             if not isinstance(values, dict) or "name" not in values:
                 raise ConfigurationError(f"an optimizer is sent as a map with a name, got {values!r:.80}")
-            built = create_from_spec(_tuples(values))
+            built = create_from_spec(_restore_tuples(values))
             built.try_out(built.hyper)
             accept(built)
             self._spec, self.named = spec, built
@@ -74,7 +74,7 @@ class AgreedOptimizer:
         # The lowest rank's is effective; compare all others with it.
         reference = self._sent[min(self._sent)]
         if self._spec != reference:
-            self._spec, self.named = reference, create_from_spec(_tuples(unpack_control(reference)))
+            self._spec, self.named = reference, create_from_spec(_restore_tuples(unpack_control(reference)))
         names = {s: None if self._is_sync else unpack_control(s)["name"] for s in self._sent.values()}
         sent = {r: s for r, s in self._sent.items() if self._is_sync or names[s] != names[reference]}
         sent[min(self._sent)] = reference
@@ -93,7 +93,7 @@ class AgreedOptions:
 
     def check(self, packed: bytes) -> None:
         if packed not in self._sent.values():
-            _check(unpack_control(packed), self._plan)
+            _check_hypers(unpack_control(packed), self._plan)
 
     def set(self, rank: int, packed: bytes) -> None:
         """Record what a rank sent with its commit, after `check`."""
@@ -168,7 +168,7 @@ def pack_hypers(
 
 
 def unpack_hypers(packed: bytes) -> dict[str, Any]:
-    values: dict[str, Any] = _tuples(unpack_control(packed))
+    values: dict[str, Any] = _restore_tuples(unpack_control(packed))
     return values
 
 
@@ -194,7 +194,7 @@ def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]
     return rows
 
 
-def _check(values: Any, plan: Plan) -> None:
+def _check_hypers(values: Any, plan: Plan) -> None:
     names = {"groups", "lr_mult", "wd_mult", "update_on_kvstore"}
     is_fit = isinstance(values, dict) and set(values) - {"limits", "stages"} == names
     is_fit = is_fit and all(
@@ -252,11 +252,11 @@ def _said_of_spec(spec: dict[str, Any]) -> Said:
     return {"": repr(name), **{f"{name!r} has {n}=": hypers[n] for n in sorted(hypers) if n != "hyper"}}
 
 
-def _tuples(value: Any) -> Any:
+def _restore_tuples(value: Any) -> Any:
     """Turn lists back into tuples, which msgpack does not have, except the list of groups."""
     if isinstance(value, dict):
         return {
-            name: _tuples(item) if name != "groups" else [_tuples(g) for g in item]
+            name: _restore_tuples(item) if name != "groups" else [_restore_tuples(g) for g in item]
             for name, item in value.items()
         }
     return tuple(value) if isinstance(value, list) else value

@@ -174,9 +174,9 @@ class Engine:
             m.SetOptimizer: self._set_optimizer,
             m.GetState: self._get_state,
             m.SliceState: self._put_state,
-            m.Stats: lambda sender, _: _info(sender, sender.space.stats(sender.now)),
-            m.Profile: lambda sender, body: _info(sender, sender.space.recording.answer(body, clock)),
-            m.Command: lambda sender, body: _reply(
+            m.Stats: lambda sender, _: _make_info(sender, sender.space.stats(sender.now)),
+            m.Profile: lambda sender, body: _make_info(sender, sender.space.recording.answer(body, clock)),
+            m.Command: lambda sender, body: _make_reply(
                 sender.waiter, self._commands.answer(sender.session, sender.waiter.number, body)
             ),
             m.Leave: self._leave,
@@ -210,9 +210,9 @@ class Engine:
                 )
             answer = self._handlers.get(type(body))
             if answer is None and isinstance(body, m.Hello):
-                return _reply(waiter, self._hello(peer, body, now))
+                return _make_reply(waiter, self._hello(peer, body, now))
             if answer is None and isinstance(body, m.GetStatus):
-                return _reply(waiter, m.Status(self._facts_at(now)))
+                return _make_reply(waiter, m.Status(self._facts_at(now)))
             # 2. Everything else must come from an open session of this run of the server.
             if request.run != self.config.run:
                 raise ServerLostState(
@@ -231,10 +231,10 @@ class Engine:
                 return answer(sender, body)
             return handled(space.recording.active, body, rank, partial(answer, sender, body))
         except KVStoreError as error:
-            return [_failed(waiter, error)]
+            return [_make_failed(waiter, error)]
         except Exception as error:
             _log.exception("request %s failed", type(body).__name__)
-            return [_failed(waiter, self._fault(error))]
+            return [_make_failed(waiter, self._fault(error))]
         except BaseException:
             self.is_inconsistent = True
             raise
@@ -282,7 +282,7 @@ class Engine:
         if waits and space.slow_reports.is_due(now - waits[0].since, now):
             others = len(waits) - len(oldest) + int(np.count_nonzero(shared.num_committed)) - 1
             more = f", and {others} more waits," if others else ""
-            who = _who(space, waits[0].missing, now)
+            who = _describe_missing(space, waits[0].missing, now)
             _log.warning(
                 "namespace %r: %s%s has waited %.0f s: %s",
                 space.name,
@@ -345,7 +345,7 @@ class Engine:
                     )
                 )
         notice = ServerStoppingError(f"server {self.config.server} was shut down")
-        return out + [_failed(Waiter(session.peer, 0), notice) for session in self._sessions]
+        return out + [_make_failed(Waiter(session.peer, 0), notice) for session in self._sessions]
 
     def is_idle(self) -> bool:
         return not any(space.is_waiting() for space in self.namespaces.values())
@@ -390,7 +390,7 @@ class Engine:
             ]
             for table, round_, error in zip(some.named, rounds, errors, strict=True):
                 if error is not None:
-                    out.append(_failed(sender.waiter, error, table.number, round_))
+                    out.append(_make_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
             some = space.batch_of(commits[:, 0])
         # 2. Record the commits. `verdicts` is None if all were accepted, which is the common case.
@@ -419,7 +419,7 @@ class Engine:
         self, tracker: RoundTracker, table: Table, round_: int, hyper: bytes
     ) -> KVStoreError | None:
         if table.conflict is not None:
-            return _again(table.conflict)
+            return _copy_error(table.conflict)
         if (
             self.is_stopping
             and round_ == tracker.number(table.number)
@@ -447,26 +447,28 @@ class Engine:
             table = space.tables[number]
             # A held round: the first `Held` may have been lost.
             if verdict == CommitStatus.REPEATED and table.held is not None and body.hold:
-                out += _held(table, round_, waiter, table.held.sum.partials)
+                out += _answer_norms(table, round_, waiter, table.held.sum.partials)
             elif verdict == CommitStatus.REPEATED:
                 waiting.append(number)
             elif verdict == CommitStatus.REFUSED:
-                out += _reply(waiter, m.Missing(number, round_, tracker.missing_slots(rank, number, count)))
+                out += _make_reply(
+                    waiter, m.Missing(number, round_, tracker.missing_slots(rank, number, count))
+                )
             elif verdict == CommitStatus.FAILED:
                 why, following = tracker.why_failed(number, round_), tracker.number(number)
-                out.append(_failed(waiter, why, number, round_, following))
+                out.append(_make_failed(waiter, why, number, round_, following))
             elif verdict == CommitStatus.AHEAD:
                 what = f"rank {rank} committed round {round_} while round {tracker.number(number)} is open"
-                out.append(_failed(waiter, ProtocolError(what), number, round_))
+                out.append(_make_failed(waiter, ProtocolError(what), number, round_))
             elif verdict == CommitStatus.APPLIED:
                 again.append(Committed(number, round_, version, flags))
                 if body.hold and not table.ends[whose].vetoes:
                     # The first `Held` may have been lost, so it is sent again before the outcome.
-                    out += _held(table, round_, waiter, table.ends[whose].partials)
+                    out += _answer_norms(table, round_, waiter, table.ends[whose].partials)
         if waiting:
             missing = tracker.missing_ranks(waiting[0])
             out += _still_waiting(space, waiter, space.open_round(waiting[0]), missing, now)
-        return out + _outcomes(space, whose, rank, waiter, again, (now, body.timeout))
+        return out + _answer_commits(space, whose, rank, waiter, again, (now, body.timeout))
 
     def _finish(
         self,
@@ -493,7 +495,7 @@ class Engine:
         # 2. Collect the answers, one for each waiting request, before the trackers forget the requests.
         answers: list[Answer] = []
         for rank, given in tracker.inputs.items():
-            answers += _answers(tracker, rank, given, ended, is_plain=not applied)
+            answers += _list_answers(tracker, rank, given, ended, is_plain=not applied)
         if space.absent:
             space.forget_absent(ended.numbers)
         # 3. Close the rounds, and advance the clocks of asynchronous ranks.
@@ -509,7 +511,9 @@ class Engine:
         weights: dict[int, m.Weights] = {}
         for rank, waiter, wanted, commits, timeout in answers:
             if wanted is None:
-                out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
+                out += _answer_commits(
+                    space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout)
+                )
             elif wanted:
                 if wanted not in weights:
                     ranks = [one.rank for one in answers if one.wanted == wanted]
@@ -543,7 +547,7 @@ class Engine:
             for given in tracker.inputs.values():  # those that have data and want to decide
                 waiter, said = given.waiters[number], given.infos[number]
                 if waiter is not None and said is not None and said.hold and table.held:
-                    out += _held(table, tracker.number(number), waiter, table.held.sum.partials)
+                    out += _answer_norms(table, tracker.number(number), waiter, table.held.sum.partials)
         except KVStoreError as error:
             out += self._fail(space, tracker, table, error)
         except Exception as error:
@@ -652,7 +656,7 @@ class Engine:
             table.fail(rank)
             space.rounds.advance(rank, table.number)
         waiters = tracker.fail(table.number, error)
-        return [_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
+        return [_make_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
 
     def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
         space, rank, table = sender.space, sender.rank, sender.space.table(abort.table)
@@ -674,7 +678,7 @@ class Engine:
             lambda wait: (wait.table, wait.rank, wait.round) == (table.number, rank, abort.round)
         ):
             out += _fail_wait(space, wait, error)
-        return out + _info(sender, {"applied": tracker.was_applied(table.number, abort.round)})
+        return out + _make_info(sender, {"applied": tracker.was_applied(table.number, abort.round)})
 
     def _resolve(self, sender: Sender, resolve: m.Resolve) -> list[m.Outgoing]:
         """Apply a held round as a rank decided. A round that is already over stays as it is."""
@@ -704,7 +708,7 @@ class Engine:
         numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [space.table(wanted.table).number]
         for table in space.batch_of(np.array(numbers, np.int64)).named:
             if table.conflict is not None:
-                raise _again(table.conflict)
+                raise _copy_error(table.conflict)
             if not table.is_initialised:
                 raise KeyNotFoundError(
                     f"table {table.name!r} has not been initialised yet; call init on every worker first"
@@ -714,10 +718,12 @@ class Engine:
         if space.rounds.pipelined or space.rounds.bound is not None:
             pipelined.roll_back_for_read(space, rank, numbers)
             behind = [number for number in numbers if space.rounds.behind(rank, number)]
-        out = _present(space, rank, waiter, wanted, [number for number in numbers if number not in behind])
+        out = _answer_pull(
+            space, rank, waiter, wanted, [number for number in numbers if number not in behind]
+        )
         for number in behind:
-            answer = partial(_present, space, rank, waiter, wanted, [number])
-            out += _park(
+            answer = partial(_answer_pull, space, rank, waiter, wanted, [number])
+            out += _delay_request(
                 space,
                 DelayedRequest(number, rank, waiter, sender.now + timeout, timeout, False, answer),
                 sender.now,
@@ -725,7 +731,7 @@ class Engine:
         return out
 
     def _map_rows(self, sender: Sender, show: m.MapRows) -> list[m.Outgoing]:
-        return _reply(sender.waiter, sender.space.mapped_rows(sender.space.table(show.table)))
+        return _make_reply(sender.waiter, sender.space.mapped_rows(sender.space.table(show.table)))
 
     def _release(self, space: Namespace) -> list[m.Outgoing]:
         ready = space.waits.take_ready()
@@ -763,7 +769,7 @@ class Engine:
             deadline = min(wait.deadline for wait in members.barrier.values())
 
             def end(error: KVStoreError) -> list[m.Outgoing]:
-                return [_failed(waiter, error) for waiter in members.take_barrier()]
+                return [_make_failed(waiter, error) for waiter in members.take_barrier()]
 
             yield RankWait(
                 f"barrier {members.barrier_sequence}", since, deadline, members.absent_from_barrier(), end
@@ -772,7 +778,7 @@ class Engine:
     def _why_stuck(self, space: Namespace, pending: RankWait, now: float) -> KVStoreError | None:
         table, what = pending.table, pending.what
         if table is not None and table.conflict is not None:
-            return _again(table.conflict)
+            return _copy_error(table.conflict)
         lost = space.membership.lost_error(pending.missing, what, now, self.config.dead_after)
         if lost is not None or now < pending.deadline:
             return lost
@@ -795,7 +801,7 @@ class Engine:
     def _heartbeat(self, sender: Sender, body: m.Heartbeat) -> list[m.Outgoing]:
         if body.report:
             sender.space.membership.members[sender.rank].report = read_report(body.report)
-        return _reply(sender.waiter, m.Pending(()))
+        return _make_reply(sender.waiter, m.Pending(()))
 
     def _facts_at(self, now: float) -> Mapping[str, Any]:
         """Return the status shown to people; built again only once the last one is older than `FRESH`."""
@@ -822,18 +828,18 @@ class Engine:
             space.check_named("declaration", range(len(register.specs)))
             table = space.register(sender.rank, register)
         except PlanMismatchError as error:
-            told = [_failed(sender.waiter, error)]
+            told = [_make_failed(sender.waiter, error)]
             for table in space.tables:
                 if table.conflict is error and shared.num_committed[table.number]:
                     told += self._fail(space, shared, table, error)
             return told
         if isinstance(table, int):
-            return _info(sender, {"keys": table})
+            return _make_info(sender, {"keys": table})
         slot, following = (
             int(space.rounds.slots.first[table.number]),
             space.rounds.next_round(sender.rank, table.number),
         )
-        return _reply(sender.waiter, m.Registered(table.number, slot, following))
+        return _make_reply(sender.waiter, m.Registered(table.number, slot, following))
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
         # A pipelined round was begun with the former optimizer.
@@ -845,13 +851,13 @@ class Engine:
             sender.space.set_optimizer(sender.rank, body.spec)
         except UnknownNameError as error:
             raise UnknownNameError(f"server {self.config.server} cannot run the optimizer: {error}") from None
-        return _info(sender)
+        return _make_info(sender)
 
     def _get_state(self, sender: Sender, body: m.GetState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
         pipelined.roll_back_for_read(sender.space, sender.rank, [table.number])
         packed = pack_states(table.shard.get_state(table.unit, body.index))
-        return _reply(sender.waiter, m.SliceState(body.table, body.index, *packed))
+        return _make_reply(sender.waiter, m.SliceState(body.table, body.index, *packed))
 
     def _put_state(self, sender: Sender, body: m.SliceState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
@@ -859,7 +865,7 @@ class Engine:
         table.shard.slot_of(table.unit, body.index)
         slice_ = table.plan.slices[body.index]
         table.shard.put_state(table.unit, body.index, unpack_states(slice_, body.summary, body.data))
-        return _info(sender)
+        return _make_info(sender)
 
     def _gather(self, sender: Sender, gather: m.Gather) -> list[m.Outgoing]:
         space, members = sender.space, sender.space.membership
@@ -867,7 +873,7 @@ class Engine:
         if not released:
             what = f"barrier {gather.sequence}"
             return _still_waiting(space, sender.waiter, what, members.absent_from_barrier(), sender.now)
-        return [out for one, parts in released for out in _reply(one, m.Gathered(parts))]
+        return [out for one, parts in released for out in _make_reply(one, m.Gathered(parts))]
 
     def _hello(self, peer: bytes, hello: m.Hello, now: float) -> m.Welcome:
         # 1. A repeated hello: the first answer may be lost or still on its way.
@@ -979,7 +985,7 @@ class Engine:
         return self._fail_hopeless(space, sender.now)
 
 
-def _answers(
+def _list_answers(
     tracker: RoundTracker, rank: int, given: RankInputs, ended: TableBatch, is_plain: bool
 ) -> list[Answer]:
     """List a rank's answers about ended rounds; `is_plain` if all of them were applied in one batch."""
@@ -998,7 +1004,7 @@ def _answers(
     return list(found.values())
 
 
-def _outcomes(
+def _answer_commits(
     space: Namespace,
     whose: int,
     rank: int,
@@ -1028,8 +1034,8 @@ def _outcomes(
             is_join = bool(flags & m.HAS_JOINED) and rank in space.rounds.joined(number)
             if is_join or (wants and space.rounds.behind(rank, number)):
                 now, timeout = may_wait
-                answer = partial(_outcomes, space, whose, rank, waiter, [one], None)
-                out += _park(
+                answer = partial(_answer_commits, space, whose, rank, waiter, [one], None)
+                out += _delay_request(
                     space,
                     DelayedRequest(number, rank, waiter, now + timeout, timeout, is_join, answer, round_),
                     now,
@@ -1037,11 +1043,11 @@ def _outcomes(
                 continue
         # 2. What is special about the round.
         if flags & m.HAS_JOINED:
-            out += _reply(waiter, m.EffectiveOptions(number, round_, end.hyper, end.is_over))
+            out += _make_reply(waiter, m.EffectiveOptions(number, round_, end.hyper, end.is_over))
         if end.left_out:
-            out += _reply(waiter, m.Absent(number, round_, end.left_out))
+            out += _make_reply(waiter, m.Absent(number, round_, end.left_out))
         if is_skipped:
-            out += _reply(waiter, m.Vetoed(number, round_, end.vetoes))
+            out += _make_reply(waiter, m.Vetoed(number, round_, end.vetoes))
         if not wants or not space.mode.is_sync:  # by the time it may read, the weights can be newer
             done.append((number, round_, end.version))
         # 3. Choose the form of the weights: encoded changes, a mapping, changed rows, or whole slices.
@@ -1055,16 +1061,16 @@ def _outcomes(
             wanted.setdefault(bool(flags & m.WANTS_HALF), []).append(number)
     # 4. One message for each form, for all tables together.
     if done:
-        out += _reply(waiter, m.Done(m.matrix(done, 3)))
+        out += _make_reply(waiter, m.Done(m.matrix(done, 3)))
     bodies: list[m.ReplyBody] = list(changed)
     for are_known, numbers in mapped.items():
         bodies.append(space.shown(space.batch_of(np.array(numbers)), 1, are_known))
     for half, numbers in wanted.items():
         bodies.append(space.weights(space.batch_of(np.array(numbers)), rank, half=half))
-    return out + [one for body in bodies for one in _reply(waiter, body)]
+    return out + [one for body in bodies for one in _make_reply(waiter, body)]
 
 
-def _present(
+def _answer_pull(
     space: Namespace, rank: int, waiter: Waiter, wanted: m.Pull | m.PullRows, numbers: Sequence[int]
 ) -> list[m.Outgoing]:
     try:
@@ -1081,16 +1087,16 @@ def _present(
             changed = [table for table in tables if table.deltas is not None]
             found += [space.rows(rank, table, table.changed_parts(-1), is_pull=True) for table in changed]
     except ProtocolError as error:
-        return [_failed(waiter, error)]
+        return [_make_failed(waiter, error)]
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body)) for body in found]
 
 
-def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:
+def _answer_norms(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:
     told = tuple([(one.slice, one.value) for one in partials])
-    return _reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
+    return _make_reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
 
 
-def _park(space: Namespace, wait: DelayedRequest, now: float) -> list[m.Outgoing]:
+def _delay_request(space: Namespace, wait: DelayedRequest, now: float) -> list[m.Outgoing]:
     space.waits.add(wait)
     return _still_waiting(space, wait.waiter, space.describe_wait(wait), wait.missing(space.rounds), now)
 
@@ -1102,34 +1108,36 @@ def _fail_wait(space: Namespace, wait: DelayedRequest, error: KVStoreError) -> l
         # The rank will not see all others join: it takes part again, and its join has failed.
         space.rounds.fail_join(wait.rank, wait.table, wait.round, error)
         following = wait.round + 1
-    return [_failed(wait.waiter, error, wait.table, wait.round, following)]
+    return [_make_failed(wait.waiter, error, wait.table, wait.round, following)]
 
 
 def _still_waiting(
     space: Namespace, waiter: Waiter, what: str, missing: Iterable[int], now: float
 ) -> list[m.Outgoing]:
     ranks = tuple(missing)
-    return _reply(waiter, m.Pending(ranks[:_TOLD], f"{what} waits: {_who(space, ranks, now)}"))
+    return _make_reply(
+        waiter, m.Pending(ranks[:_TOLD], f"{what} waits: {_describe_missing(space, ranks, now)}")
+    )
 
 
-def _who(space: Namespace, missing: Iterable[int], now: float) -> str:
+def _describe_missing(space: Namespace, missing: Iterable[int], now: float) -> str:
     return space.membership.describe_all(missing, now) or "no rank has decided about its sum yet"
 
 
-def _again(error: KVStoreError) -> KVStoreError:
+def _copy_error(error: KVStoreError) -> KVStoreError:
     """Copy an error, because raising one instance repeatedly accumulates tracebacks."""
     return from_wire(*to_wire(error))
 
 
-def _reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:
+def _make_reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body))]
 
 
-def _info(sender: Sender, values: Mapping[str, Any] | None = None) -> list[m.Outgoing]:
-    return _reply(sender.waiter, m.Status(values or {}))
+def _make_info(sender: Sender, values: Mapping[str, Any] | None = None) -> list[m.Outgoing]:
+    return _make_reply(sender.waiter, m.Status(values or {}))
 
 
-def _failed(
+def _make_failed(
     waiter: Waiter, error: KVStoreError, table: int = -1, round_: int = -1, next_round: int = -1
 ) -> m.Outgoing:
     code, text = to_wire(error)

@@ -43,7 +43,7 @@ def memory_limit(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
         own: The file that names those of this process.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *(limit for limit, _ in _limits(groups, own))])
+    return min([total, *(limit for limit, _ in _read_limits(groups, own))])
 
 
 def available_memory(
@@ -58,11 +58,11 @@ def available_memory(
     found = [0]
     with suppress(OSError, ValueError, StopIteration):
         found = [1024 * _number_behind("MemAvailable:", meminfo)]
-    found += [limit - used for limit, used in _limits(groups, own)]
+    found += [limit - used for limit, used in _read_limits(groups, own)]
     return max(min(found), 0)
 
 
-def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
+def _read_limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, usage) in bytes of each control group around this process that has a limit."""
     try:
         lines = own.read_text(errors="surrogateescape").splitlines()

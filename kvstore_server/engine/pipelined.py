@@ -2,7 +2,7 @@
 
 Gradients and new weights travel in opposite directions, so over a network both can travel at once. A rank may declare
 its intent for a round, a commit in advance, before it sends its slices. Once all ranks have declared intents that
-agree (`_begin`), a slice that every rank has given, except ranks that give none, is summed, applied and answered
+agree (`_begin_round`), a slice that every rank has given, except ranks that give none, is summed, applied and answered
 immediately. A slice that arrives in parts is applied as far as all ranks have given it. The last slice waits for the
 commits, which end the round like any other (`finish`).
 
@@ -78,35 +78,35 @@ def declare_intent(space: Namespace, rank: int, body: m.Contribute, waiter: Wait
         table = space.table(number)
         is_open = round_ == tracker.number(number) and not tracker.has_committed(rank, number)
         if is_open and not flags & ~_PLAIN and tracker.declare_intent(rank, commit, body, waiter):
-            _resume(space, table, rank)
+            _check_revised_intent(space, table, rank)
             if table.pipelined is None:
-                _begin(space, table)
+                _begin_round(space, table)
             if table.pipelined is not None:
-                out += _advance(space, table, table.pipelined.left)
+                out += _advance_table(space, table, table.pipelined.left)
     return out
 
 
-def _resume(space: Namespace, table: Table, rank: int) -> None:
+def _check_revised_intent(space: Namespace, table: Table, rank: int) -> None:
     """Roll the round back unless what was applied fits a rank's revised intent, too."""
     state, news = table.pipelined, space.rounds.shared.inputs[rank].intents[table.number]
     if state is None:
         return
     former = state.intents[rank]
     is_equal = news == former._replace(packed=news.packed, is_firm=news.is_firm)
-    if is_equal and _fits(table, state, former, news.arrivals):
+    if is_equal and _fits_intent(table, state, former, news.arrivals):
         state.intents = {**state.intents, rank: news}
     else:
         roll_back(space, table)
 
 
-def _fits(table: Table, state: PipelinedRound, intent: Intent, arrivals: Ints) -> bool:
+def _fits_intent(table: Table, state: PipelinedRound, intent: Intent, arrivals: Ints) -> bool:
     """Return whether the intent has the given marks for every slice that is applied in part or whole."""
     is_applied = np.ones(len(arrivals), np.bool_)
     is_applied[[slot - table.unit.first for slot, begin in state.left.items() if not begin]] = False
     return bool((intent.arrivals == arrivals)[is_applied].all())
 
 
-def _begin(space: Namespace, table: Table) -> None:
+def _begin_round(space: Namespace, table: Table) -> None:
     """Begin to pipeline a table's round if all ranks have declared it and the table and optimizer allow it."""
     # 1. All ranks must have declared an intent, and the table must be usable.
     tracker, number = space.rounds.shared, table.number
@@ -155,17 +155,17 @@ def advance(space: Namespace, slots: Sequence[int]) -> list[m.Outgoing]:
     """Apply and answer slices that all ranks have given, after some of these slots arrived."""
     out: list[m.Outgoing] = []
     for number in space.rounds.pipelined.intersection(space.rounds.slots.table[list(slots)].tolist()):
-        out += _advance(space, space.tables[number], slots)
+        out += _advance_table(space, space.tables[number], slots)
     return out
 
 
-def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Outgoing]:
+def _advance_table(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Outgoing]:
     """Apply what all ranks have given of these slots, except the last slice of the table."""
     state = table.pipelined
     assert state is not None
     some = sorted(state.left.keys() & slots)
-    sizes = _sizes(space, some)
-    levels = _levels(space, table, some, sizes)
+    sizes = _slot_sizes(space, some)
+    levels = _available_levels(space, table, some, sizes)
     ready = [
         SlotRange(slot, state.left[slot], level, size)
         for slot, level, size in zip(some, levels, sizes, strict=True)
@@ -174,16 +174,18 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
     # The last slice waits for the commits, so that the round cannot be complete before them.
     if sum([one.end == one.size for one in ready]) == len(state.left):
         ready.pop()
-    if not ready or not _apply(space, table, ready):
+    if not ready or not _apply_portions(space, table, ready):
         return []
-    return _weights(space, table, ready, state.intents.values())
+    return _send_weights(space, table, ready, state.intents.values())
 
 
-def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
+def _slot_sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
     return [space.shard.storage.padded[slot].numel() for slot in slots]
 
 
-def _levels(space: Namespace, table: Table, slots: Sequence[int], sizes: Sequence[int]) -> list[int]:
+def _available_levels(
+    space: Namespace, table: Table, slots: Sequence[int], sizes: Sequence[int]
+) -> list[int]:
     state, first = table.pipelined, table.unit.first
     assert state is not None
     levels = list(sizes)
@@ -193,21 +195,21 @@ def _levels(space: Namespace, table: Table, slots: Sequence[int], sizes: Sequenc
             [slot] = slots
             # Not complete in the declared generation; perhaps in part.
             if own.arrivals[slot] != arrivals[slot - first]:
-                levels = [min(levels[0], _grown_to(own, slot, arrivals[slot - first]))]
+                levels = [min(levels[0], _received_elements(own, slot, arrivals[slot - first]))]
             continue
         some = np.array(slots, np.int64)
         for at in (own.arrivals[some] != arrivals[some - first]).nonzero()[0].tolist():
-            levels[at] = min(levels[at], _grown_to(own, slots[at], arrivals[slots[at] - first]))
+            levels[at] = min(levels[at], _received_elements(own, slots[at], arrivals[slots[at] - first]))
     return levels
 
 
-def _grown_to(own: RankInputs, slot: int, arrival: int) -> int:
+def _received_elements(own: RankInputs, slot: int, arrival: int) -> int:
     """Return how many elements a rank has given of a slot that has not arrived completely."""
     partial = own.partial.get(slot)
     return partial.end // _STEP * _STEP if partial is not None and partial.arrival == arrival else 0
 
 
-def _apply(space: Namespace, table: Table, portions: Sequence[SlotRange]) -> bool:
+def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange]) -> bool:
     """Apply some portions; return False if one cannot be applied, after rolling the whole round back."""
     state = table.pipelined
     assert state is not None
@@ -243,15 +245,15 @@ def _apply(space: Namespace, table: Table, portions: Sequence[SlotRange]) -> boo
     return True
 
 
-def _weights(
+def _send_weights(
     space: Namespace, table: Table, portions: Sequence[SlotRange], ranks: Iterable[Intent]
 ) -> list[m.Outgoing]:
     told = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
-    bodies = {half: _message(space, table, portions, half) for half in {half for _, half in told}}
+    bodies = {half: _build_weights(space, table, portions, half) for half in {half for _, half in told}}
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in told]
 
 
-def _message(space: Namespace, table: Table, portions: Sequence[SlotRange], half: bool) -> m.Weights:
+def _build_weights(space: Namespace, table: Table, portions: Sequence[SlotRange], half: bool) -> m.Weights:
     """Build a message with portions of new weights. Parts of slots are copied, because the slot is still changing."""
     storage, version = space.shard.storage, table.version + 1
     parts, payloads = list[tuple[int, ...]](), list[Tensor]()
@@ -290,15 +292,15 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         is_as_declared &= (
             info is not None and info.is_plain and (info.rescale, flags) == (one.rescale, one.flags)
         )
-        is_as_declared &= _fits(table, state, one, given.arrivals[table.unit.first : table.unit.end])
+        is_as_declared &= _fits_intent(table, state, one, given.arrivals[table.unit.first : table.unit.end])
     try:
         is_as_declared &= table.hyper.common(state.intents) == state.hyper
     except KVStoreError:
         is_as_declared = False
     # 2. Apply what is left.
-    sizes = _sizes(space, state.left)
+    sizes = _slot_sizes(space, state.left)
     left = [SlotRange(*one, size, size) for one, size in zip(state.left.items(), sizes, strict=True)]
-    if not is_as_declared or not _apply(space, table, left):
+    if not is_as_declared or not _apply_portions(space, table, left):
         roll_back(space, table)
         return None
     # 3. Answer. Ranks that received the other slices get the rest; all others are answered as in any round.
@@ -308,7 +310,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         if _wants_bytes(one) and waiters[number] == one.waiter:
             told.append(one)
             waiters[number] = None
-    out = _weights(space, table, left, told)
+    out = _send_weights(space, table, left, told)
     table.pipelined = None
     space.rounds.pipelined.discard(number)
     table.shard.count([table.unit])

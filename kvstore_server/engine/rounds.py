@@ -215,9 +215,9 @@ class Slots:
     def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
         """Add the slices of a new table, given their sizes in bytes; see `is_next`."""
         begin, end = len(self.table), len(self.table) + len(sizes)
-        self._first = _grown(self._first, self.num_tables + 2, 0)
-        self._table, self._nbytes = _grown(self._table, end, 0), _grown(self._nbytes, end, 0)
-        self._is_next = _grown(self._is_next, end, False)
+        self._first = _grow_array(self._first, self.num_tables + 2, 0)
+        self._table, self._nbytes = _grow_array(self._table, end, 0), _grow_array(self._nbytes, end, 0)
+        self._is_next = _grow_array(self._is_next, end, False)
         self._table[begin:end], self._nbytes[begin:end] = self.num_tables, sizes
         self._is_next[begin:end] = are_next
         self.num_tables += 1
@@ -284,10 +284,13 @@ class RankInputs:
 
     def fit(self) -> None:
         tables, slots = self._slots.num_tables, len(self._slots.table)
-        self.committed = _grown(self.committed, tables, False)
-        self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
-        self.sums = _grown(self.sums, tables, 0)
-        self.arrivals, self._places = _grown(self.arrivals, slots, 0), _grown(self._places, slots, 0)
+        self.committed = _grow_array(self.committed, tables, False)
+        self.version, self.flags = _grow_array(self.version, tables, 0), _grow_array(self.flags, tables, 0)
+        self.sums = _grow_array(self.sums, tables, 0)
+        self.arrivals, self._places = (
+            _grow_array(self.arrivals, slots, 0),
+            _grow_array(self._places, slots, 0),
+        )
         self.infos += [None] * (tables - len(self.infos))
         self.waiters += [None] * (tables - len(self.waiters))
         self._buffers += [None] * (slots - len(self._buffers))
@@ -439,9 +442,12 @@ class RoundTracker:
 
     def fit(self) -> None:
         size = self._slots.num_tables
-        self.numbers, self.num_committed = _grown(self.numbers, size, 0), _grown(self.num_committed, size, 0)
-        self._failed = _grown(self._failed, size, _NEVER)
-        self._ended_at = _grown(self._ended_at, size, math.nan)
+        self.numbers, self.num_committed = (
+            _grow_array(self.numbers, size, 0),
+            _grow_array(self.num_committed, size, 0),
+        )
+        self._failed = _grow_array(self._failed, size, _NEVER)
+        self._ended_at = _grow_array(self._ended_at, size, math.nan)
         for inputs in self.inputs.values():
             inputs.fit()
 
@@ -931,7 +937,7 @@ class Waits:
         return [self.all.pop(key) for key in found]
 
 
-def _grown(array: Any, size: int, fill: Any) -> Any:
+def _grow_array(array: Any, size: int, fill: Any) -> Any:
     if len(array) >= size:
         return array
     more = np.full(max(size, 2 * len(array)), fill, array.dtype)

@@ -593,13 +593,13 @@ def norm_to_hold(parts: Parts) -> float:
         if part.hold != first.hold:
             raise PlanMismatchError(
                 f"ranks disagree on what is checked of the gradient before it is applied: rank {lowest} "
-                f"{_described(first.hold)}, rank {rank} {_described(part.hold)}; give clip_grad, amp and on_nonfinite "
-                "the same values on every worker"
+                f"{_describe_hold(first.hold)}, rank {rank} {_describe_hold(part.hold)}; give clip_grad, amp and "
+                "on_nonfinite the same values on every worker"
             )
     return first.hold
 
 
-def _described(hold: float) -> str:
+def _describe_hold(hold: float) -> str:
     return f"wants its norm of type {hold:g}" if hold else "wants nothing to be checked"
 
 

@@ -95,7 +95,7 @@ def apply_update(
         is_sparse = isinstance(grad, Tensor) and grad.is_sparse
         target, is_flat = weight, optimizer.elementwise and not is_sparse
         if weight.dtype in _HALF:
-            target = _wide(optimizer, weight, state)
+            target = _wide_weights(optimizer, weight, state)
         step_hyper = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
         bound = hyper.get("clip_gradient")
         if bound is not None:
@@ -129,7 +129,7 @@ def apply_update(
             optimizer.update(target, given, values, step_hyper)
             if not optimizer.verified:
                 shape, values = target.shape if is_flat else None, flatten(values)
-                values = {n: _entry(optimizer, n, v, (target, given), shape) for n, v in values.items()}
+                values = {n: _check_entry(optimizer, n, v, (target, given), shape) for n, v in values.items()}
             state.values = values
         # 3. Clear the padding, which an unverified optimizer, or 0 / 0 if eps is 0, may have changed.
         if is_flat and (not optimizer.verified or hyper.get("eps") == 0):
@@ -140,7 +140,7 @@ def apply_update(
     state.step += 1
 
 
-def _wide(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
+def _wide_weights(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
     if not optimizer.multi_precision:
         optimizer.warn_of_low_precision(weight.dtype)
         return weight.float()
@@ -188,7 +188,7 @@ def _update_in_blocks(
         if spare:
             weight[part].copy_(padded[:count])
         for name, value in values.items():
-            entry = value if optimizer.verified else _entry(optimizer, name, value, (), padded.shape)
+            entry = value if optimizer.verified else _check_entry(optimizer, name, value, (), padded.shape)
             if _has_rows(entry):
                 whole = result.get(name, former.get(name))
                 if not isinstance(whole, Tensor):
@@ -200,7 +200,7 @@ def _update_in_blocks(
     state.values = result
 
 
-def _entry(
+def _check_entry(
     optimizer: Optimizer, name: str, value: object, padded: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
     """Check an entry of the state; copy it if it shares memory with a borrowed tensor. Raises OptimizerError."""
@@ -308,7 +308,7 @@ def _update_lazily(
             state.master = whole
         values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
         for name, value in flatten(values).items():
-            entry = _entry(optimizer, name, value, (whole,), None)
+            entry = _check_entry(optimizer, name, value, (whole,), None)
             is_flat = optimizer.elementwise and _has_rows(entry)
             state.values[name] = (
                 torch.as_tensor(entry, device=weight.device).view(weight.shape) if is_flat else entry

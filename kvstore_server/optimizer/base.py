@@ -347,7 +347,7 @@ class Optimizer:
             return
         # 1. Options only (a live group also has its parameters), reduced to what matters; each combination once.
         hyper = {name: value for name, value in hyper.items() if name in self._option_names}
-        odd = tuple([(name, _oddity(value)) for name, value in hyper.items()])
+        odd = tuple([(name, _summarize_option(value)) for name, value in hyper.items()])
         if odd in self._tried:
             return
         # 2. Two updates of a copy: the first creates state, the second uses it.
@@ -484,11 +484,15 @@ class Optimizer:
         self.hyper["lr"] = self.learning_rate
 
 
-def _oddity(value: Any) -> Any:
+def _summarize_option(value: Any) -> Any:
     """Reduce an option to what can make an update fail; ordinary numbers to their type and whether they are 0."""
     if type(value) in (float, int) and abs(value) <= _ORDINARY:
         return type(value), value != 0
-    return tuple(map(_oddity, value)) if isinstance(value, tuple | list) else (type(value), repr(value))
+    return (
+        tuple(map(_summarize_option, value))
+        if isinstance(value, tuple | list)
+        else (type(value), repr(value))
+    )
 
 
 def count_dtype() -> torch.dtype:

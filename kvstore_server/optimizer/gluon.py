@@ -64,7 +64,7 @@ def fused_sgd(
     flats, factor, rate, decay, dampening = [weight], 1.0, lr, wd, 0.0
     if buffer is not None:
         flats.append(buffer)
-        if nesterov or not _survives(lr, weight.dtype):
+        if nesterov or not _keeps_precision(lr, weight.dtype):
             factor, rate, decay = lr, 1.0, lr * wd
         else:
             rate, dampening = 1.0, 1.0 - lr
@@ -83,7 +83,7 @@ def fused_sgd(
         )
 
 
-def _survives(lr: float, dtype: torch.dtype) -> bool:
+def _keeps_precision(lr: float, dtype: torch.dtype) -> bool:
     """Return whether 1 - (1 - lr), as kernels compute it in double, is `lr` up to rounding in `dtype`."""
     # The error is at most 2**-53 (2**-52 if lr is negative): negligible for float32 from rates of 1e-8; for float64 it
     # is zero from 0.5, but mostly too large below. An eighth of epsilon is a quarter of the rounding error.
@@ -725,35 +725,38 @@ def normal(stream: tuple[object, ...], first: int, count: int, device: torch.dev
     """
     name = repr(stream).encode()
     digest = hashlib.blake2b(name, digest_size=16).digest()
-    keys = (_signed(int.from_bytes(digest[:8], "little")), _signed(int.from_bytes(digest[8:], "little")))
+    keys = (
+        _to_signed(int.from_bytes(digest[:8], "little")),
+        _to_signed(int.from_bytes(digest[8:], "little")),
+    )
     # Draw whole units around the wanted range, and cut it out.
     begin, end = first - first % _UNIT, first + count + -(first + count) % _UNIT
     drawn = torch.empty(end - begin, dtype=torch.float64, device=device)
     for start in range(begin, end, _BLOCK):
         block = drawn[start - begin : start - begin + _BLOCK]
-        block.copy_(_block(keys, start, block.numel(), device))
+        block.copy_(_draw_block(keys, start, block.numel(), device))
     return drawn[first - begin : first - begin + count]
 
 
-def _block(keys: tuple[int, int], start: int, count: int, device: torch.device | str) -> Tensor:
+def _draw_block(keys: tuple[int, int], start: int, count: int, device: torch.device | str) -> Tensor:
     counters = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    words = _mixed(_mixed(counters.mul_(_signed(0x9E3779B97F4A7C15)).add_(keys[0])).add_(keys[1]))
+    words = _mix_words(_mix_words(counters.mul_(_to_signed(0x9E3779B97F4A7C15)).add_(keys[0])).add_(keys[1]))
     # Box-Muller: 24 bits give the angle, the other 40 the radius; + 1 avoids log(0).
     angle = (words & 0xFFFFFF).double().mul_(2.0 * math.pi / 2**24)
-    radius = _shifted(words, 24).add_(1).double().mul_(2.0**-40).log_().mul_(-2.0).sqrt_()
+    radius = _shift_right(words, 24).add_(1).double().mul_(2.0**-40).log_().mul_(-2.0).sqrt_()
     return radius.mul_(angle.cos_())
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mix_words(words: Tensor) -> Tensor:
     """SplitMix64's finaliser, in place; int64 products wrap like unsigned ones."""
-    words.bitwise_xor_(_shifted(words, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    words.bitwise_xor_(_shifted(words, 27)).mul_(_signed(0x94D049BB133111EB))
-    return words.bitwise_xor_(_shifted(words, 31))
+    words.bitwise_xor_(_shift_right(words, 30)).mul_(_to_signed(0xBF58476D1CE4E5B9))
+    words.bitwise_xor_(_shift_right(words, 27)).mul_(_to_signed(0x94D049BB133111EB))
+    return words.bitwise_xor_(_shift_right(words, 31))
 
 
-def _shifted(words: Tensor, bits: int) -> Tensor:
+def _shift_right(words: Tensor, bits: int) -> Tensor:
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word

@@ -50,7 +50,7 @@ class _TrustRatio(Optimizer):
     def _scaled(self, direction: Tensor, weight: Tensor, length: float, hyper: Hyper) -> Tensor:
         """Add weight decay to `direction` and scale it to the norm `length`; 0 or infinity leaves it unscaled."""
         direction.add_(weight * hyper["weight_decay"])
-        return direction.mul_(_ratio(length, l2_norm(direction)))
+        return direction.mul_(_trust_ratio(length, l2_norm(direction)))
 
     def _length(self, weight: Tensor, hyper: Hyper) -> float:
         """Return the norm of the weights within the bounds; as in MXNet's kernels, a bound of 0 means no bound."""
@@ -76,8 +76,8 @@ class LAMB(_TrustRatio):
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         mean, square = self._averages(grad, state, hyper)
-        corrections = _corrections(hyper) if hyper["bias_correction"] else (1.0, 1.0)
-        direction = (mean / corrections[0]).div_(_root(square, corrections[1], hyper["eps"]))
+        corrections = _bias_corrections(hyper) if hyper["bias_correction"] else (1.0, 1.0)
+        direction = (mean / corrections[0]).div_(_corrected_root(square, corrections[1], hyper["eps"]))
         step = self._scaled(direction, weight, self._length(weight, hyper), hyper)
         weight.sub_(step.mul_(hyper["lr"]))
 
@@ -99,11 +99,11 @@ class LANS(_TrustRatio):
         norm = l2_norm(grad)
         if norm:
             grad.div_(norm)
-        _clip(grad, hyper)
+        _clip_gradient(grad, hyper)
         # 2. The averages, and their bias correction.
         mean, square = self._averages(grad, state, hyper)
-        corrections = _corrections(hyper)
-        root, length = _root(square, corrections[1], hyper["eps"]), self._length(weight, hyper)
+        corrections = _bias_corrections(hyper)
+        root, length = _corrected_root(square, corrections[1], hyper["eps"]), self._length(weight, hyper)
         beta1, lr = hyper["betas"][0], hyper["lr"]
         # 3. Two directions, each scaled to the length of the weights.
         averaged = self._scaled((mean / corrections[0]).div_(root), weight, length, hyper)
@@ -145,7 +145,7 @@ class LARS(Optimizer):
         # For row-sparse updates the factor was computed from the whole key.
         factor = hyper.get("layer_factor")
         lr = hyper["lr"] * (self._factor(weight, grad, hyper) if factor is None else factor)
-        _clip(grad, hyper)
+        _clip_gradient(grad, hyper)
         step = grad.add_(weight * hyper["weight_decay"]).mul_(lr)
         if hyper["momentum"]:
             buffer = state_tensor(state, "momentum_buffer", weight)
@@ -218,23 +218,23 @@ def l2_norm(tensor: Tensor) -> float:
     return math.sqrt(math.fsum(block.double().square().sum().item() for block in blocks))
 
 
-def _ratio(wanted: float, length: float) -> float:
+def _trust_ratio(wanted: float, length: float) -> float:
     """Return the factor that scales a vector of norm `length` to `wanted`; 1 if either is 0 or not finite."""
     if not (0 < wanted < math.inf and 0 < length < math.inf):
         return 1.0
     return wanted / length
 
 
-def _corrections(hyper: Hyper) -> tuple[float, float]:
+def _bias_corrections(hyper: Hyper) -> tuple[float, float]:
     beta1, beta2 = hyper["betas"]
     return 1 - beta1 ** hyper["step"], 1 - beta2 ** hyper["step"]
 
 
-def _root(square: Tensor, correction: float, eps: float) -> Tensor:
+def _corrected_root(square: Tensor, correction: float, eps: float) -> Tensor:
     return (square / correction).sqrt_().add_(eps)
 
 
-def _clip(grad: Tensor, hyper: Hyper) -> None:
+def _clip_gradient(grad: Tensor, hyper: Hyper) -> None:
     bound = hyper["clip_gradient"]
     if bound is not None:
         grad.clamp_(-bound, bound)

@@ -52,16 +52,18 @@ def register(cls: _Registered, *, elementwise: bool | None = None) -> _Registere
     if issubclass(cls, Optimizer):
         if elementwise not in (None, cls.elementwise):
             raise ConfigurationError(
-                f"{_where(cls)} has elementwise={cls.elementwise}, so register cannot take elementwise={elementwise}; "
-                "change the class"
+                f"{_qualified_name(cls)} has elementwise={cls.elementwise}, so register cannot take "
+                f"elementwise={elementwise}; change the class"
             )
         name = cls.name
     else:
         name = torch_family.torch_name(cls)
-        _declare(cls, elementwise)
+        _record_elementwise(cls, elementwise)
     known = _registry.get(name.lower())
     if known is not None and known is not cls:
-        _log.warning("optimizer %r is now %s; it was %s", name.lower(), _where(cls), _where(known))
+        _log.warning(
+            "optimizer %r is now %s; it was %s", name.lower(), _qualified_name(cls), _qualified_name(known)
+        )
     _registry[name.lower()] = cls
     return cls
 
@@ -98,7 +100,7 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
                     f"{optimizer!r} contradicts compat={options['compat']!r}; give one of the two"
                 )
             options["compat"] = release
-        optimizer = _lookup(name)
+        optimizer = _find_class(name)
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer | torch.optim.Optimizer):
         # A trial update now, so that impossible options fail here and not on a server.
         made = _from_class(optimizer, options)
@@ -127,7 +129,7 @@ def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
         if key in spec:
             options[key] = spec[key]
     plain, release = split_name(name)
-    cls = _lookup(plain)
+    cls = _find_class(plain)
     if release is not None or (issubclass(cls, Optimizer) and cls.mxnet1 is not None):
         # Explicit, because the environment variable of this process may differ from the describing one's.
         options["compat"] = release or MXNET2
@@ -151,21 +153,21 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
     known = _registry.get(split_name(name)[0].lower(), cls)
     if known is not cls:
         raise ConfigurationError(
-            f"a store would take {name!r} for {_where(known)}, and not for {_where(cls)}; give "
+            f"a store would take {name!r} for {_qualified_name(known)}, and not for {_qualified_name(cls)}; give "
             "update_on_kvstore=False, which updates in the workers, or give the class a name of its own and register it"
         )
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
         torch_family.check_supported(optimizer.cls)
-        _lookup(name)
+        _find_class(name)
         if optimizer.unbuildable:
             raise ConfigurationError(
-                f"a store cannot rebuild {_where(cls)}: {optimizer.unbuildable}. Give the class and its options "
-                "instead of the instance, or update_on_kvstore=False, which updates in this process"
+                f"a store cannot rebuild {_qualified_name(cls)}: {optimizer.unbuildable}. Give the class and its "
+                "options instead of the instance, or update_on_kvstore=False, which updates in this process"
             )
     return optimizer.spec()
 
 
-def prepare_to_serve() -> None:
+def preload_optimizers() -> None:
     """Import now what torch would import on an optimizer's first use, or avoid the import.
 
     torch's optimizers exclude some of their methods from torch.compile, for which they import the whole compiler on
@@ -193,7 +195,7 @@ def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
     return TorchOptimizer(cls, cls in _declared, **options)
 
 
-def _lookup(name: str) -> AnyClass:
+def _find_class(name: str) -> AnyClass:
     cls = _registry.get(name.lower())
     if cls is None:
         # A name such as 'torch:LBFGS' is a torch class nevertheless.
@@ -210,7 +212,7 @@ def _lookup(name: str) -> AnyClass:
     return cls
 
 
-def _declare(cls: TorchClass, elementwise: bool | None) -> None:
+def _record_elementwise(cls: TorchClass, elementwise: bool | None) -> None:
     """Record whether a foreign torch class is elementwise; that of torch's own is known."""
     torch_family.check_supported(cls)
     if torch_family.is_torchs_own(cls):
@@ -226,5 +228,5 @@ def _declare(cls: TorchClass, elementwise: bool | None) -> None:
         _declared.add(cls)
 
 
-def _where(cls: type) -> str:
+def _qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"

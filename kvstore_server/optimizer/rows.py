@@ -85,7 +85,7 @@ def aligned_fragments(
         yield list(tensors), [[flat] if len(sizes) == 1 else list(cut(flat, sizes)) for flat in flats]
         return
     # Scale, clip, then apply the factor; without scale and bound the factor is the only multiplication.
-    blocks = list(_blocks(tensors))
+    blocks = list(_split_cached_blocks(tensors))
     sizes = [sum([part.numel() for part in block]) for block in blocks]
     memory = tensors[0].new_empty(max(sizes))
     early, late = (factor, 1.0) if scale == 1.0 and bound is None else (scale, factor)
@@ -107,7 +107,7 @@ def joined(grad: Gradient, factor: float) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).mul_(factor)
 
 
-def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _split_cached_blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     block, size = list[Tensor](), 0
     for tensor in tensors:
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)

@@ -189,7 +189,9 @@ def joined(parts: Sequence[tuple[States, int]], shape: Sequence[int] | None) -> 
     found: dict[str, StateValue] = {"step": float(first.steps[at])}
     for name, value in first.entries[at].items():
         if value is FlatEntry.MEMORY:
-            pieces = [states.tensors[name][start : start + numel] for states, start, numel in _places(parts)]
+            pieces = [
+                states.tensors[name][start : start + numel] for states, start, numel in _locate_parts(parts)
+            ]
             flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
             found[name] = flat if shape is None else flat.view(tuple(shape))
         else:
@@ -220,7 +222,7 @@ def spread(
     }
     flat = {n: v.detach().reshape(-1) for n, v in given.items()}
     others = {n: own(v) for n, v in values.items() if n not in flat and n != "step"}
-    size = sum(numel for _, _, numel in _places(parts))
+    size = sum(numel for _, _, numel in _locate_parts(parts))
     for name, tensor in flat.items():
         if tensor.numel() != size:
             raise ShapeMismatchError(
@@ -228,7 +230,7 @@ def spread(
                 "same model"
             )
     at = 0
-    for (states, index), (_, start, numel) in zip(parts, _places(parts), strict=True):
+    for (states, index), (_, start, numel) in zip(parts, _locate_parts(parts), strict=True):
         for name, tensor in flat.items():
             states.tensor(name, tensor)[start : start + numel].copy_(tensor[at : at + numel])
         states.steps[index] = int(values.get("step", 0))
@@ -276,16 +278,16 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
 def unpack_states(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> States:
     """Decode the state of a slice. Raises ProtocolError unless summary and data describe such a state."""
     try:
-        return _unpacked(slice_, summary, data)
+        return _unpack_state(slice_, summary, data)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise ProtocolError(f"this is not the optimizer state of slice {slice_.index}: {error}") from None
 
 
-def _unpacked(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> States:
+def _unpack_state(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> States:
     # 1. The plain values of each segment.
     found, count = States.of_slice(slice_), len(slice_.segments)
     steps = [int(step) for step in summary["steps"]]
-    rows = [{str(name): _unpack(value) for name, value in row.items()} for row in summary["entries"]]
+    rows = [{str(name): _unpack_value(value) for name, value in row.items()} for row in summary["entries"]]
     if len(steps) != count or len(rows) != count:
         raise ValueError(f"it has {len(steps)} segments, the slice has {count}")
     # 2. The tensors: per element in flat memory, others with their segment.
@@ -328,7 +330,7 @@ def _read_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) -> Ten
     return torch.frombuffer(bytearray(data[at : at + size]), dtype=kind).reshape(shape)
 
 
-def _unpack(value: Any) -> StateValue | FlatEntry:
+def _unpack_value(value: Any) -> StateValue | FlatEntry:
     if value is None:
         return FlatEntry.MEMORY
     number, dtype = value
@@ -343,7 +345,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _places(parts: Sequence[tuple[States, int]]) -> list[tuple[States, int, int]]:
+def _locate_parts(parts: Sequence[tuple[States, int]]) -> list[tuple[States, int, int]]:
     return [(states, *states.segments[index]) for states, index in parts]
 
 

@@ -82,7 +82,7 @@ class TorchOptimizer(Optimizer):
             # If the constructor passes **kwargs on, only the class it passes them to knows them.
             options = canonical_options(options, accepted, self.registered_name)
         if not self.is_foreign:  # a foreign class may need its tensors as tensors
-            options = {name: _number(value) for name, value in options.items()}
+            options = {name: _read_number(value) for name, value in options.items()}
         self._arguments = options
         if self._options.get("differentiable"):
             raise ConfigurationError(
@@ -114,7 +114,9 @@ class TorchOptimizer(Optimizer):
         """Return an optimizer like a torch instance, with the options of its one group or else its defaults."""
         kind, groups = type(instance), instance.param_groups
         found = (
-            _group_of(instance) if len(groups) == 1 else {k: _number(v) for k, v in instance.defaults.items()}
+            _group_of(instance)
+            if len(groups) == 1
+            else {k: _read_number(v) for k, v in instance.defaults.items()}
         )
         if is_torchs_own(kind):
             accepted = _signature_defaults(kind) or {}
@@ -136,7 +138,7 @@ class TorchOptimizer(Optimizer):
         if self._instance is None:
             return self._arguments, ""
         found = {n: v for n, v in self._template.param_groups[0].items() if n not in _LISTS}
-        return _recovered(self._instance, found)
+        return _recover_options(self._instance, found)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -328,11 +330,15 @@ class TorchOptimizer(Optimizer):
         """Raise OptimizerError if a foreign class stores anything outside of parameters' state."""
         former = {**self._template.__dict__, "param_groups": kernel.param_groups, "state": kernel.state}
         changed = [
-            *(f"attribute {name!r}" for name, v in kernel.__dict__.items() if _differs(v, former.get(name))),
+            *(
+                f"attribute {name!r}"
+                for name, v in kernel.__dict__.items()
+                if _is_replaced(v, former.get(name))
+            ),
             *(
                 f"group entry {name!r}"
                 for name, v in kernel.param_groups[0].items()
-                if _differs(v, group.get(name))
+                if _is_replaced(v, group.get(name))
             ),
             *(f"state {name!r}" for name in kernel.state),
         ]
@@ -366,7 +372,7 @@ class TorchOptimizer(Optimizer):
     def instance_of(self, params: list[Any]) -> optim.Optimizer:
         """Construct the optimizer over parameters or groups. Raises ConfigurationError if the class refuses them."""
         try:
-            return _constructed(self.cls, params, self._options)
+            return _construct_optimizer(self.cls, params, self._options)
         except (
             ArithmeticError,
             AssertionError,
@@ -405,7 +411,7 @@ def check_supported(cls: TorchClass) -> None:
         )
 
 
-def _differs(value: Any, former: Any, by_value: bool = False) -> bool:
+def _is_replaced(value: Any, former: Any, by_value: bool = False) -> bool:
     """Return whether an entry was replaced by another value; tensors by identity, or by contents if `by_value`."""
     if value is former:
         return False
@@ -413,9 +419,11 @@ def _differs(value: Any, former: Any, by_value: bool = False) -> bool:
         is_like = (value.shape, value.dtype, value.device) == (former.shape, former.dtype, former.device)
         return not (by_value and is_like and torch.equal(value, former))
     if isinstance(value, Mapping) and isinstance(former, Mapping):
-        return value.keys() != former.keys() or any(_differs(value[n], former[n], by_value) for n in value)
+        return value.keys() != former.keys() or any(
+            _is_replaced(value[n], former[n], by_value) for n in value
+        )
     if isinstance(value, list | tuple) and type(value) is type(former):
-        return len(value) != len(former) or any(map(_differs, value, former, [by_value] * len(value)))
+        return len(value) != len(former) or any(map(_is_replaced, value, former, [by_value] * len(value)))
     try:
         return bool(value != former)
     except Exception:  # arrays have no single truth value, and comparing unknown objects may raise anything
@@ -423,7 +431,7 @@ def _differs(value: Any, former: Any, by_value: bool = False) -> bool:
 
 
 def _group_of(instance: optim.Optimizer) -> dict[str, Any]:
-    return {key: _number(value) for key, value in instance.param_groups[0].items() if key != "params"}
+    return {key: _read_number(value) for key, value in instance.param_groups[0].items() if key != "params"}
 
 
 def _tensors_of(instance: optim.Optimizer) -> dict[str, Tensor]:
@@ -436,16 +444,16 @@ def _tensors_of(instance: optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def _number(value: Any) -> Any:
+def _read_number(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_number(item) for item in value)
+        return tuple(_read_number(item) for item in value)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ConfigurationError(f"an option of a torch optimizer must be one number, got {value!r:.80}")
     is_numpys = hasattr(value, "item") and not getattr(value, "shape", ())
     return value.item() if is_numpys or isinstance(value, Tensor) else value
 
 
-def _constructed(cls: TorchClass, params: list[Any], options: Mapping[str, Any]) -> optim.Optimizer:
+def _construct_optimizer(cls: TorchClass, params: list[Any], options: Mapping[str, Any]) -> optim.Optimizer:
     if "params" in inspect.signature(cls).parameters:
         return cls(params=params, **options)
     return cls(params, **options)
@@ -468,13 +476,13 @@ def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
     return {p.name: p.default for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name != own}
 
 
-def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _recover_options(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the constructor's arguments, found in groups and attributes; and why those are not the ones, if so."""
     cls, kept = type(instance), {**vars(instance), **found}
     accepted = _signature_defaults(cls)
     options = {name: kept[name] for name in (found if accepted is None else accepted) if name in kept}
     try:
-        built = _constructed(cls, [torch.zeros(1, 1, device="cpu")], options)
+        built = _construct_optimizer(cls, [torch.zeros(1, 1, device="cpu")], options)
     except Exception as error:
         return (
             options,
@@ -486,10 +494,11 @@ def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dic
         name
         for name, value in vars(instance).items()
         if name not in torchs
-        if type(vars(built).get(name)) is not type(value) or _differs(value, vars(built)[name], by_value=True)
+        if type(vars(built).get(name)) is not type(value)
+        or _is_replaced(value, vars(built)[name], by_value=True)
     ]
     own = built.param_groups[0]
-    unlike += [n for n, v in found.items() if is_plain(v) and _differs(own.get(n, v), v)]
+    unlike += [n for n, v in found.items() if is_plain(v) and _is_replaced(own.get(n, v), v)]
     if unlike:
         return options, f"one built from what its groups contain differs in {', '.join(map(repr, unlike))}"
     return options, ""

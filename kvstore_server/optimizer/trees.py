@@ -39,7 +39,7 @@ class Form:
 def is_plain_leaf(value: object) -> bool:
     """Return whether a value other than a tensor can be stored: a number, a text, bytes, None, or a Form of such."""
     if isinstance(value, Form):
-        return all(isinstance(one, Leaf) or is_plain_leaf(one) for one in _leaves(value.tree))
+        return all(isinstance(one, Leaf) or is_plain_leaf(one) for one in _iterate_leaves(value.tree))
     return type(value) in _PLAIN or (isinstance(value, int | float) and not isinstance(value, Tensor))
 
 
@@ -55,14 +55,16 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `flatten`; containers are new, tensors the same."""
     found = dict(values)
     for name in [name for name, value in values.items() if isinstance(value, Form)]:
-        found[name] = _assemble(values[name].tree, found)
+        found[name] = _put_together(values[name].tree, found)
     return found
 
 
 def leaf_names(value: Any) -> list[str]:
     """Return the names of the entries with the tensors of a Form; empty for anything else."""
     return (
-        [one.name for one in _leaves(value.tree) if isinstance(one, Leaf)] if isinstance(value, Form) else []
+        [one.name for one in _iterate_leaves(value.tree) if isinstance(one, Leaf)]
+        if isinstance(value, Form)
+        else []
     )
 
 
@@ -99,14 +101,14 @@ def copied(tensor: Tensor) -> Tensor:
 def encode(value: Any) -> Any:
     """Return the JSON value for an entry other than a tensor. Raises TypeError for other than plain values."""
     if isinstance(value, Form):
-        return {_TREE: _encode(value.tree)}
-    return {_BYTES: value.hex()} if type(value) is bytes else _checked(value)
+        return {_TREE: _encode_tree(value.tree)}
+    return {_BYTES: value.hex()} if type(value) is bytes else _check_plain(value)
 
 
 def decode(value: Any) -> Any:
     """Inverse of `encode`; other values are unchanged. Raises KeyError, TypeError or ValueError."""
     if isinstance(value, dict) and set(value) == {_TREE}:
-        return Form(_decode(value[_TREE]))
+        return Form(_decode_tree(value[_TREE]))
     if isinstance(value, dict) and set(value) == {_BYTES}:
         return bytes.fromhex(value[_BYTES])
     return value
@@ -126,22 +128,22 @@ def _take_apart(tree: Any, path: str, found: dict[str, Any]) -> Any:
     return Leaf(path)
 
 
-def _assemble(tree: Any, found: dict[str, Any]) -> Any:
+def _put_together(tree: Any, found: dict[str, Any]) -> Any:
     return map_tree(lambda one: found.pop(one.name) if isinstance(one, Leaf) else one, tree)
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def _iterate_leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, dict) and type(tree) in _KIND_OF:
         # Keys have to be storable, too.
         tree = [*tree, *tree.values()]
     if type(tree) in (list, tuple):
         for one in tree:
-            yield from _leaves(one)
+            yield from _iterate_leaves(one)
     else:
         yield tree
 
 
-def _encode(tree: Any) -> Any:
+def _encode_tree(tree: Any) -> Any:
     """Encode a tree: a leaf as itself, anything else as a list that begins with its kind."""
     if isinstance(tree, Leaf):
         return ["tensor", tree.name]
@@ -149,30 +151,30 @@ def _encode(tree: Any) -> Any:
         return ["bytes", tree.hex()]
     kind = _KIND_OF.get(type(tree))
     if kind is None:
-        return _checked(tree)
+        return _check_plain(tree)
     # Pairs, because JSON objects only have string keys.
     if isinstance(tree, dict):
-        return [kind, [[_encode(key), _encode(one)] for key, one in tree.items()]]
-    return [kind, [_encode(one) for one in tree]]
+        return [kind, [[_encode_tree(key), _encode_tree(one)] for key, one in tree.items()]]
+    return [kind, [_encode_tree(one) for one in tree]]
 
 
-def _decode(value: Any) -> Any:
+def _decode_tree(value: Any) -> Any:
     if not isinstance(value, list):
-        return _checked(value)
+        return _check_plain(value)
     kind, content = value
     if kind == "tensor":
         return Leaf(str(content))
     if kind == "bytes":
         return bytes.fromhex(content)
     made = (
-        [_decode(one) for one in content]
+        [_decode_tree(one) for one in content]
         if kind in ("list", "tuple")
-        else [map(_decode, one) for one in content]
+        else [map(_decode_tree, one) for one in content]
     )
     return _KINDS[kind](made)
 
 
-def _checked(value: Any) -> Any:
+def _check_plain(value: Any) -> Any:
     if type(value) not in _PLAIN and not isinstance(value, int | float):
         kind = type(value)
         raise TypeError(

@@ -62,7 +62,7 @@ _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 def encode(message: m.Request | m.Reply) -> list[Frame]:
     """Return the frames of a message; a single payload is passed through, not copied. Raises like `encode_parts`."""
     frames, payloads = encode_parts(message)
-    return frames if payloads is None else [*frames, _joined(payloads)]
+    return frames if payloads is None else [*frames, _join_payloads(payloads)]
 
 
 def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
@@ -178,10 +178,10 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
     if len(sizes) <= KEYS_PER_MESSAGE and sizes.sum() <= most and sizes.max() < alone:
         return [body]
     # 2. Group the slices, and cut the payloads accordingly.
-    cuts = list(_groups(sizes.tolist(), most, alone))
+    cuts = list(_group_by_size(sizes.tolist(), most, alone))
     payloads: list[Sequence[Tensor]] = [body.payloads[cut] for cut in cuts]
     if len(body.payloads) < len(sizes):
-        payloads = list(_cut(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
+        payloads = list(_split_payloads(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
     # 3. Build the messages.
     if isinstance(body, m.Weights):
         rows = zip(cuts, payloads, strict=True)
@@ -195,7 +195,7 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
     return [*others, replace(body, pushes=last.pushes, payloads=last.payloads)]
 
 
-def _groups(sizes: Sequence[int], most: int, alone: int) -> Iterator[slice]:
+def _group_by_size(sizes: Sequence[int], most: int, alone: int) -> Iterator[slice]:
     """Group slices of these sizes, in order; slices of at least `alone` bytes get groups of their own."""
     first, nbytes = 0, 0
     for at, size in enumerate(sizes):
@@ -207,7 +207,7 @@ def _groups(sizes: Sequence[int], most: int, alone: int) -> Iterator[slice]:
     yield slice(first, len(sizes))
 
 
-def _cut(payloads: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
+def _split_payloads(payloads: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
     left = deque(payloads)
     for size in sizes:
         own: list[Tensor] = []
@@ -293,7 +293,7 @@ def decode_control(kind: int, data: memoryview) -> Any:
         raise ProtocolError(
             f"a {cls.__name__} message must hold {len(_FIELDS[cls])} values, got {values!r:.80}"
         )
-    values = [_freeze(value) for value in values]
+    values = [_freeze_value(value) for value in values]
     for (name, declared), value in zip(_FIELDS[cls], values, strict=True):
         if not _is_of_type(value, declared):
             raise ProtocolError(f"{cls.__name__}.{name} must be {declared}, got {value!r:.80}")
@@ -350,8 +350,8 @@ def _is_spec(spec: Any) -> bool:
     )
 
 
-def _freeze(value: Any) -> Any:
-    return tuple(_freeze(item) for item in value) if isinstance(value, list) else value
+def _freeze_value(value: Any) -> Any:
+    return tuple(_freeze_value(item) for item in value) if isinstance(value, list) else value
 
 
 # ---------------------------------------------------------------- data messages
@@ -386,7 +386,7 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     commits = np.ndarray((num_commits, m.COMMIT_WORDS), _WORD, body, split)
     if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
-    payload, factor = _payload(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
+    payload, factor = _read_payload(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
     form, hyper, absent = _decode_extra(body[size:]) if nbytes > size else (b"", b"", ())
     return m.Contribute(pushes, (payload,), commits, form, hyper, absent, factor, timeout, hold)
 
@@ -447,7 +447,7 @@ def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
     if is_done:
         return m.Done(rows)
     parts = np.ndarray(((nbytes - split) // row, m.PART_WORDS), _WORD, body, split)
-    return m.Weights(parts, (_payload(frames[1], parts[:, 3]),), places=rows)
+    return m.Weights(parts, (_read_payload(frames[1], parts[:, 3]),), places=rows)
 
 
 def _encode_pull(pull: m.Pull) -> list[bytes]:
@@ -481,7 +481,7 @@ def _decode_state(frames: Sequence[Frame]) -> m.SliceState:
     return m.SliceState(head[0], head[1], head[2], data)
 
 
-def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
+def _read_payload(frame: Frame, sizes: m.Ints) -> Tensor:
     """Return the bytes of a payload frame. Raises ProtocolError unless the sizes of its pieces add up to its own."""
     total = len(frame)
     listed = sizes.tolist()  # Python ints: their sum cannot overflow to the right one
@@ -494,7 +494,7 @@ def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
     )
 
 
-def _joined(payloads: Sequence[Tensor]) -> Frame:
+def _join_payloads(payloads: Sequence[Tensor]) -> Frame:
     """Concatenate payloads into one frame; a single one is passed through."""
     if not payloads:
         return b""

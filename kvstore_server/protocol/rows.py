@@ -80,7 +80,7 @@ def encode_rows(plan: Plan, slice_: Slice, parts: Parts, slices: int = 1) -> Ten
     for position, part in sorted(parts.items()):
         if isinstance(part, Tensor):
             head += [position, part.numel(), _ALL, 0]
-            body.append(_raw(part))
+            body.append(_to_numpy(part))
             # A bit for each row is shorter than int32 ids if more than 1/32 of the rows are listed.
             continue
         block, ids = plan.joined_rows(slice_.segments[position].key).blocks[slice_.server], part.ids.numpy()
@@ -94,7 +94,7 @@ def encode_rows(plan: Plan, slice_: Slice, parts: Parts, slices: int = 1) -> Ten
             body.append(np.packbits(present, bitorder="little"))
         else:
             body.append(ids.astype("<i4"))
-        body.append(_raw(part.values))
+        body.append(_to_numpy(part.values))
     buffers: list[Any] = [struct.pack(f"<{len(head)}i", *head)]
     for raw in body:
         buffers += [raw, bytes(-raw.nbytes % 8)]
@@ -230,7 +230,7 @@ def are_rows(ids: Ints, num_rows: int) -> bool:
     return not len(ids) or bool(ids[0] >= 0 and ids[-1] < num_rows and (ids[1:] > ids[:-1]).all())
 
 
-def _raw(values: Tensor) -> np.ndarray[Any, Any]:
+def _to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
     # View the bits as integers, because numpy has no bfloat16.
     plain = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
     return np.ascontiguousarray(plain.numpy())

@@ -96,7 +96,7 @@ class Deltas:
             nbytes = sum([one.nbytes for one in changes.values() if one is not None])
             self._steps.append(_Step(self.version, changes, nbytes))
             # Half precision is encoded as float32. One byte for each element is then half as long as its weights.
-            numbers = [(len(one), compute_dtype(_name(one)).itemsize) for one in self.weights.values()]
+            numbers = [(len(one), compute_dtype(_dtype_name(one)).itemsize) for one in self.weights.values()]
             most = sum([numel * itemsize for numel, itemsize in numbers]) // 2
             while len(self._steps) > STEPS_KEPT or sum([step.nbytes for step in self._steps]) > most:
                 self._steps.popleft()
@@ -104,7 +104,7 @@ class Deltas:
 
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
         """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied instead."""
-        given, dtype = self._storage.padded[slot], compute_dtype(_name(weights))
+        given, dtype = self._storage.padded[slot], compute_dtype(_dtype_name(weights))
         segments, keys = self._pieces[slot].segments, self._still or ()
         still = [slice(one.start, one.start + one.numel) for one in segments if one.key in keys]
         if len(still) == len(segments) or torch.equal(given, weights):  # stops at the first difference
@@ -116,7 +116,7 @@ class Deltas:
                 torch.empty(numel, dtype=dtype, device="cpu"),
             )
         change = torch.empty(
-            self.codec.encoded_nbytes(numel, _name(self._zeros)), dtype=torch.uint8, device="cpu"
+            self.codec.encoded_nbytes(numel, _dtype_name(self._zeros)), dtype=torch.uint8, device="cpu"
         )
         try:
             # Keys without an update keep their weights, in both branches.
@@ -147,7 +147,7 @@ class Deltas:
 
 def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
     """Add encoded changes of some weights to them, in order. Raises ProtocolError unless these are whole changes."""
-    dtype = _name(torch.empty(0, dtype=compute_dtype(_name(weights)), device="cpu"))
+    dtype = _dtype_name(torch.empty(0, dtype=compute_dtype(_dtype_name(weights)), device="cpu"))
     size = codec.encoded_nbytes(len(weights), dtype)
     if len(changes) % size:
         raise ProtocolError(
@@ -157,7 +157,7 @@ def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
     for start in range(0, len(changes), size):
         one = changes[start : start + size]
         codec.check_payload(one, dtype, len(weights))
-        if dtype == _name(weights):
+        if dtype == _dtype_name(weights):
             codec.decode_add(one, dtype, weights)
         else:
             # Finite weights stay finite, although the codec may have rounded beyond the range of half precision.
@@ -166,5 +166,5 @@ def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
             weights.copy_(torch.where(is_inf, weights, weights.clamp(-most, most)))
 
 
-def _name(numbers: Tensor) -> str:
+def _dtype_name(numbers: Tensor) -> str:
     return str(numbers.dtype).removeprefix("torch.")

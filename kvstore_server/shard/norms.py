@@ -23,7 +23,7 @@ from kvstore_server.protocol.rows import RowSet, split_rows
 
 _BLOCK = 16384
 """Elements summed at a time. torch splits longer sums (from 32768) between threads, which changes bits."""
-_LEAST = 1e-290
+_MIN_SAFE_SUM = 1e-290
 """A sum of powers below this may have lost digits."""
 
 
@@ -73,36 +73,38 @@ def partial_norm(values: Tensor, norm_type: float) -> float:
         values: Any shape; contiguous ones are fastest.
     """
     if norm_type == math.inf:
-        return _greatest(_floats([block.abs().amax().double() for block in _blocks(values)]))
+        return _find_largest(_read_floats([block.abs().amax().double() for block in _split_blocks(values)]))
     total = _sum_of_powers(values, norm_type)
-    if _LEAST < total < math.inf or math.isnan(total):
-        return _root(total, norm_type)
+    if _MIN_SAFE_SUM < total < math.inf or math.isnan(total):
+        return _take_root(total, norm_type)
     if total == 0.0 and norm_type <= 2.0 and values.dtype != torch.float64:
         return 0.0  # squares of narrower dtypes do not underflow in float64
     # The sum overflowed or lost digits: compute it again of elements divided by the largest magnitude.
-    greatest = partial_norm(values, math.inf)
-    if greatest == 0.0 or greatest == math.inf:
-        return greatest
-    return greatest * _root(_sum_of_powers(values, norm_type, greatest), norm_type)
+    largest = partial_norm(values, math.inf)
+    if largest == 0.0 or largest == math.inf:
+        return largest
+    return largest * _take_root(_sum_of_powers(values, norm_type, largest), norm_type)
 
 
-def _blocks(values: Tensor) -> Sequence[Tensor]:
+def _split_blocks(values: Tensor) -> Sequence[Tensor]:
     return torch.split(values.reshape(-1), _BLOCK) if values.numel() else ()
 
 
 def _sum_of_powers(values: Tensor, norm_type: float, divisor: float = 1.0) -> float:
-    wide = (block.double() if block.dtype != torch.float64 else block.clone() for block in _blocks(values))
+    wide = (
+        block.double() if block.dtype != torch.float64 else block.clone() for block in _split_blocks(values)
+    )
     some = wide if divisor == 1.0 else (block.div_(divisor) for block in wide)
-    return _in_order(_floats([_powers(block, norm_type).sum() for block in some]))
+    return _add_in_order(_read_floats([_raise_to_power(block, norm_type).sum() for block in some]))
 
 
-def _floats(parts: Sequence[Tensor]) -> Iterable[float]:
+def _read_floats(parts: Sequence[Tensor]) -> Iterable[float]:
     if parts and parts[0].device.type != "cpu":
         return torch.stack([*parts]).tolist()
     return (float(part) for part in parts)
 
 
-def _in_order(parts: Iterable[float]) -> float:
+def _add_in_order(parts: Iterable[float]) -> float:
     """Add numbers one by one. `sum` compensates for rounding from Python 3.12 on, which gives other bits."""
     total = 0.0
     for part in parts:
@@ -110,7 +112,7 @@ def _in_order(parts: Iterable[float]) -> float:
     return total
 
 
-def _root(total: float, norm_type: float) -> float:
+def _take_root(total: float, norm_type: float) -> float:
     if norm_type in (1.0, 2.0):
         return total if norm_type == 1.0 else math.sqrt(total)
     try:
@@ -119,7 +121,7 @@ def _root(total: float, norm_type: float) -> float:
         return math.inf
 
 
-def _powers(values: Tensor, norm_type: float) -> Tensor:
+def _raise_to_power(values: Tensor, norm_type: float) -> Tensor:
     if norm_type == 2.0:
         return values.mul_(values)
     return values.abs_() if norm_type == 1.0 else values.abs_().pow_(norm_type)
@@ -133,10 +135,12 @@ def is_finite(values: Tensor, partial: float) -> bool:
 def combine(partials: Iterable[float], norm_type: float) -> float:
     """Combine partials, in slice order, to the norm."""
     all_partials = [*partials]
-    greatest = _greatest(all_partials)
-    if norm_type == math.inf or greatest == 0.0 or not math.isfinite(greatest):
-        return greatest
-    return greatest * _root(_in_order((one / greatest) ** norm_type for one in all_partials), norm_type)
+    largest = _find_largest(all_partials)
+    if norm_type == math.inf or largest == 0.0 or not math.isfinite(largest):
+        return largest
+    return largest * _take_root(
+        _add_in_order((one / largest) ** norm_type for one in all_partials), norm_type
+    )
 
 
 UNCHANGED = Decision()
@@ -184,24 +188,24 @@ def measure(
         sparse = split.get(slice_.index, {})
         # A slice may contain several keys: those that are absent or given as rows are masked.
         dense = [present[s.key] and s.key not in rows for s in slice_.segments]
-        body = None
+        values = None
         if any(dense):
-            body = arenas[slice_.dtype][slice_.offset : slice_.offset + slice_.used]
-            body = body if all(dense) else only_segments(body, slice_, dense)
-        if body is not None or sparse:
+            values = arenas[slice_.dtype][slice_.offset : slice_.offset + slice_.used]
+            values = values if all(dense) else only_segments(values, slice_, dense)
+        if values is not None or sparse:
             if scale != 1.0:
-                body = None if body is None else _scaled(body, scale)
+                values = None if values is None else _scale_values(values, scale)
                 sparse = {
-                    at: part._replace(values=_scaled(part.values, scale)) for at, part in sparse.items()
+                    at: part._replace(values=_scale_values(part.values, scale)) for at, part in sparse.items()
                 }
-            partial, is_fine = partial_of_slice(body, sparse, norm_type)
+            partial, is_slice_finite = partial_of_slice(values, sparse, norm_type)
             partials.append(partial)
-            finite = finite and is_fine
+            finite = finite and is_slice_finite
     return Measured(combine(partials, norm_type), finite)
 
 
 def partial_of_slice(
-    body: Tensor | None, sparse: Mapping[int, RowSet], norm_type: float
+    values: Tensor | None, sparse: Mapping[int, RowSet], norm_type: float
 ) -> tuple[float, bool]:
     """Return the partial norm of a slice, and whether all of it is finite.
 
@@ -209,28 +213,28 @@ def partial_of_slice(
         body: The elements of the slice, zero where they do not count; None if none does.
         sparse: Position of a segment → its rows, which count, too.
     """
-    parts = [body] if body is not None else []
+    parts = [values] if values is not None else []
     parts += [sparse[position].values for position in sorted(sparse)]
     partials = [partial_norm(part, norm_type) for part in parts]
     finite = all(is_finite(part, partial) for part, partial in zip(parts, partials, strict=True))
     return combine(partials, norm_type), finite
 
 
-def only_segments(body: Tensor, slice_: Slice, wanted: Sequence[bool]) -> Tensor:
+def only_segments(values: Tensor, slice_: Slice, wanted: Sequence[bool]) -> Tensor:
     """Return a copy of a slice's elements with zeros outside the wanted segments."""
-    copy = torch.zeros_like(body)
+    copy = torch.zeros_like(values)
     for segment, is_wanted in zip(slice_.segments, wanted, strict=True):
         if is_wanted:
             end = segment.start + segment.numel
-            copy[segment.start : end] = body[segment.start : end]
+            copy[segment.start : end] = values[segment.start : end]
     return copy
 
 
-def _scaled(values: Tensor, scale: float) -> Tensor:
+def _scale_values(values: Tensor, scale: float) -> Tensor:
     return (values.float() if values.dtype.itemsize < 4 else values) * scale
 
 
-def _greatest(partials: Iterable[float]) -> float:
+def _find_largest(partials: Iterable[float]) -> float:
     found = 0.0
     for partial in partials:
         if math.isnan(partial) or partial > found:  # nothing compares above a NaN that was found already

@@ -185,7 +185,7 @@ class Sums:
         of_keys = [one.rows[layout.key] for one in parts]
         if len(layouts) > 1:
             starts = [(one.part.start - layout.part.start) // layout.width for one in layouts]
-            of_keys = [_joined([one.rows[here.key] for here in layouts], starts) for one in parts]
+            of_keys = [_join_keys([one.rows[here.key] for here in layouts], starts) for one in parts]
         values = [rows.values.to(compute_dtype(layout.block.dtype)) for rows in of_keys]
         if common is None:
             values = [value * one.scale for value, one in zip(values, parts, strict=True)]
@@ -424,7 +424,7 @@ class Sums:
         return values
 
 
-def _joined(parts: Sequence[RowSet], starts: Sequence[int]) -> RowSet:
+def _join_keys(parts: Sequence[RowSet], starts: Sequence[int]) -> RowSet:
     """Concatenate rows of several keys, with ids shifted by each key's start."""
     ids = [part.ids + start for part, start in zip(parts, starts, strict=True)]
     return RowSet(torch.cat(ids), torch.cat([part.values for part in parts]))

@@ -120,7 +120,7 @@ class Shard:
                 runs.append(run)
         if not found:
             return RankContribution(runs, scale, absent)
-        rows_of = {key: parts[0] if len(parts) == 1 else _joined(parts) for key, parts in found.items()}
+        rows_of = {key: parts[0] if len(parts) == 1 else _join_slices(parts) for key, parts in found.items()}
         return RankContribution(runs, scale, absent, rows_of)
 
     def _take_rows(self, slot: int, parts: Parts, found: dict[int, list[RowSet]]) -> Tensor | None:
@@ -747,7 +747,7 @@ class Shard:
         layout.unit.changes.record(slot.slice.segments[0].key, layout.first - slot.first, ids)
 
 
-def _joined(parts: Sequence[RowSet]) -> RowSet:
+def _join_slices(parts: Sequence[RowSet]) -> RowSet:
     """Join rows of a key from several slices. Raises ProtocolError unless they are distinct and ascending."""
     ids = torch.cat([part.ids for part in parts])
     if not bool((ids[1:] > ids[:-1]).all()):

@@ -105,25 +105,27 @@ class RowChanges:
                 self._kept[changed] = 0
                 self._floors[changed] = version
             elif noted:
-                entries.append((version, _union(noted)))
-                self._kept[changed] = self._kept.get(changed, 0) + _count(entries[-1][1])
+                entries.append((version, _union_rows(noted)))
+                self._kept[changed] = self._kept.get(changed, 0) + _count_rows(entries[-1][1])
                 while self._kept[changed] > self._rooms[changed] or len(entries) > VERSIONS_KEPT:
                     self._floors[changed], oldest = entries.popleft()
-                    self._kept[changed] -= _count(oldest)
+                    self._kept[changed] -= _count_rows(oldest)
         self._pending.clear()
         if held == version:
             return {}
         if held < self._floors[stack]:
             return None
         newest_first = reversed(self._entries.get(stack, ()))
-        return _union([rows for _, rows in itertools.takewhile(lambda entry: entry[0] > held, newest_first)])
+        return _union_rows(
+            [rows for _, rows in itertools.takewhile(lambda entry: entry[0] > held, newest_first)]
+        )
 
 
-def _count(rows: Rows) -> int:
+def _count_rows(rows: Rows) -> int:
     return sum(1 if ids is None else len(ids) for ids in rows.values())
 
 
-def _union(parts: Sequence[Rows]) -> Rows:
+def _union_rows(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     found: dict[int, list[Tensor] | None] = {}

@@ -111,7 +111,7 @@ class Places:
         self._free.insert(at, (begin, end))
 
 
-def _extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
+def _find_extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
     """Return the begin and end address of pieces that are contiguous in memory; otherwise the end is 0."""
     first = end = pieces[0].data_ptr()
     for piece in pieces:

@@ -206,7 +206,7 @@ class Channel:
                 taken.append(begin)
                 table += nbytes, begin | self._sends.number << _NUMBER
                 if frame is None:
-                    _join(pieces, self._sends.data[begin : begin + nbytes])
+                    _copy_pieces(pieces, self._sends.data[begin : begin + nbytes])
                 else:
                     self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
         # 3. Send it, or give all places back. What is read in place is kept until the peer returns it.
@@ -483,7 +483,7 @@ class Channel:
             self._borrowed_bytes -= nbytes
 
 
-def _join(pieces: Sequence[Tensor], place: Tensor) -> None:
+def _copy_pieces(pieces: Sequence[Tensor], place: Tensor) -> None:
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) == 1:  # viewing each of many small pieces as bytes costs more than copying them
         torch.cat(list(pieces), out=place.view(dtypes.pop()))
@@ -501,9 +501,9 @@ def connect(run: int, token: int, own: bytes) -> Channel:
     Raises:
         OSError: There is no such server on this host, or it does not know the session.
     """
-    end = _socket()
+    end = _make_socket()
     try:
-        _introduce(end, run, _ATTACH, token, own)
+        _send_identity(end, run, _ATTACH, token, own)
         answer, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
         try:
             if len(fds) != 2:
@@ -522,16 +522,16 @@ def connect(run: int, token: int, own: bytes) -> Channel:
 
 def watch(run: int, token: int, own: bytes) -> Process:
     """Let the server of a run watch this process, and return the server's process; otherwise like `connect`."""
-    with _socket() as end:
-        _introduce(end, run, _WATCH, token, own)
+    with _make_socket() as end:
+        _send_identity(end, run, _WATCH, token, own)
         if not end.recv(_HEAD.size):
             raise ConnectionRefusedError("the server does not know this process")
         return Process(process_at(end))
 
 
-def _introduce(end: socket.socket, run: int, kind: int, token: int, own: bytes) -> None:
+def _send_identity(end: socket.socket, run: int, kind: int, token: int, own: bytes) -> None:
     end.settimeout(_CONNECT_TIMEOUT)
-    end.connect(_name(run))
+    end.connect(_socket_name(run))
     process_at(end)
     end.sendmsg([_HEAD.pack(kind, 0, 0, token), own])
 
@@ -572,10 +572,10 @@ class Listener:
         self.processes = Processes()
         self._pending_peers: dict[int, socket.socket] = {}
         """Connections that have not been authenticated yet."""
-        self._end = _socket()
+        self._end = _make_socket()
         try:
             self._end.setblocking(False)
-            self._end.bind(_name(run))
+            self._end.bind(_socket_name(run))
             self._end.listen(_PENDING_PEERS)
         except OSError:
             self._end.close()
@@ -752,7 +752,7 @@ class Listener:
         return arena, fd
 
 
-def _socket() -> socket.socket:
+def _make_socket() -> socket.socket:
     """Return a new socket. Raises OSError on systems other than Linux, which lack the calls used here."""
     if not (hasattr(os, "memfd_create") and hasattr(select, "epoll")):
         raise OSError(errno.ENOSYS, "this system has no anonymous shared memory (memfd)")
@@ -765,7 +765,7 @@ def _can_be_read(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _name(run: int) -> bytes:
+def _socket_name(run: int) -> bytes:
     return b"\0kvstore-%016x" % run
 
 

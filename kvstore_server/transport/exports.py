@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from kvstore_server.transport.arena import Leases, SharedArena, _extent
+from kvstore_server.transport.arena import Leases, SharedArena, _find_extent
 
 _log = logging.getLogger(__name__)
 _NUMBER = 40
@@ -67,7 +67,7 @@ class WeightExports:
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that are contiguous in exported memory; None if they are not."""
-        first, end = _extent(pieces)
+        first, end = _find_extent(pieces)
         # A copy, because finalizers may remove entries meanwhile.
         for number, (address, nbytes) in self._places.copy().items():
             if address <= first <= end <= address + nbytes:
@@ -107,7 +107,7 @@ class StagingBuffer:
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that are contiguous in this buffer; None if they are not."""
-        first, end = _extent(pieces)
+        first, end = _find_extent(pieces)
         begin = first - self.arena.data.data_ptr()
         if not 0 <= begin <= begin + end - first <= self.arena.nbytes:
             return None

@@ -43,7 +43,7 @@ _WRITTEN = 2
 _AT_ONCE = 512
 
 
-def _neighbours(pages: Any) -> list[Any]:
+def _find_neighbours(pages: Any) -> list[Any]:
     return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
 
 

@@ -534,7 +534,7 @@ def applied_again_with_the_commits(real: Any, space: Any, table: Any) -> Any:
     return real(space, table)
 
 
-@replaces(pipelined, "_fits")
+@replaces(pipelined, "_fits_intent")
 def applied_before_it_was_replaced(real: Any, *_: Any) -> bool:
     """What was applied stays when a rank says, or commits, another generation of it."""
     return True
@@ -546,7 +546,7 @@ def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
     if table.pipelined is not None:
         news = space.rounds.shared.inputs[rank].intents[table.number]
         table.pipelined.intents = {**table.pipelined.intents, rank: news}
-        if not pipelined._fits(table, table.pipelined, table.pipelined.intents[rank], news.arrivals):
+        if not pipelined._fits_intent(table, table.pipelined, table.pipelined.intents[rank], news.arrivals):
             pipelined.roll_back(space, table)
 
 
