@@ -24,14 +24,17 @@ from kvstore_server.protocol.rows import RowSet, split_rows
 _BLOCK = 16384
 """Elements summed at a time. torch splits longer sums (from 32768) between threads, which changes bits."""
 _MIN_SAFE_SUM = 1e-290
-"""A sum of powers below this may have lost digits."""
+"""Below this sum, some powers may have been subnormal or zero in float64, so the sum is not accurate."""
 
 
 class Measured(NamedTuple):
     """The measurements of a gradient before it is applied."""
 
     norm: float
-    """Norm of the scaled sum over ranks, before clipping; also infinite if finite elements are too large for it."""
+    """Norm of the scaled sum over ranks, before clipping.
+
+    Infinite if it exceeds float64, even if all elements are finite.
+    """
     is_finite: bool
 
 
@@ -46,9 +49,13 @@ class Decision(NamedTuple):
     """True: nothing changes at all, no weight, optimizer state or update count."""
 
 
+UNCHANGED = Decision()
+"""Use the gradient unchanged."""
+
+
 @dataclass(frozen=True)
 class Guard:
-    """The norm that a worker wants before an update, and how it decides by it.
+    """Which norm to measure, and the function that turns it into a `Decision`.
 
     Args:
         norm_type: p of the p-norm, above 0; infinity for the largest magnitude.
@@ -78,8 +85,10 @@ def partial_norm(values: Tensor, norm_type: float) -> float:
     if _MIN_SAFE_SUM < total < math.inf or math.isnan(total):
         return _take_root(total, norm_type)
     if total == 0.0 and norm_type <= 2.0 and values.dtype != torch.float64:
-        return 0.0  # squares of narrower dtypes do not underflow in float64
-    # The sum overflowed or lost digits: compute it again of elements divided by the largest magnitude.
+        return (
+            0.0  # exact: squares of the smallest float32 subnormals, about 1e-90, do not underflow in float64
+        )
+    # The sum overflowed or is inaccurate: compute it again from elements divided by the largest magnitude.
     largest = partial_norm(values, math.inf)
     if largest == 0.0 or largest == math.inf:
         return largest
@@ -91,9 +100,10 @@ def _split_blocks(values: Tensor) -> Sequence[Tensor]:
 
 
 def _sum_of_powers(values: Tensor, norm_type: float, divisor: float = 1.0) -> float:
-    wide = (
-        block.double() if block.dtype != torch.float64 else block.clone() for block in _split_blocks(values)
-    )
+    # `_raise_to_power` writes in place, which saves an allocation for each block. So it needs a copy: `double` makes
+    # one, except of float64.
+    blocks = _split_blocks(values)
+    wide = (block.clone() if block.dtype == torch.float64 else block.double() for block in blocks)
     some = wide if divisor == 1.0 else (block.div_(divisor) for block in wide)
     return _add_in_order(_read_floats([_raise_to_power(block, norm_type).sum() for block in some]))
 
@@ -122,18 +132,19 @@ def _take_root(total: float, norm_type: float) -> float:
 
 
 def _raise_to_power(values: Tensor, norm_type: float) -> Tensor:
+    """Replace elements by the powers of their magnitudes, in place."""
     if norm_type == 2.0:
         return values.mul_(values)
     return values.abs_() if norm_type == 1.0 else values.abs_().pow_(norm_type)
 
 
 def is_finite(values: Tensor, partial: float) -> bool:
-    """Return whether all elements are finite; they are only read if their partial norm is not."""
+    """Return whether all elements are finite. A finite partial norm implies it; otherwise the elements are read."""
     return math.isfinite(partial) or bool(torch.isfinite(values).all())
 
 
 def combine(partials: Iterable[float], norm_type: float) -> float:
-    """Combine partials, in slice order, to the norm."""
+    """Return the norm of the whole from the partial norms of its parts, given in slice order."""
     all_partials = [*partials]
     largest = _find_largest(all_partials)
     if norm_type == math.inf or largest == 0.0 or not math.isfinite(largest):
@@ -143,11 +154,8 @@ def combine(partials: Iterable[float], norm_type: float) -> float:
     )
 
 
-UNCHANGED = Decision()
-"""Use the gradient unchanged."""
-
-
 def same_decision(a: Decision, b: Decision) -> bool:
+    """Return whether two decisions have the same effect; NaN coefficients count as equal."""
     if a.skip or b.skip:
         return a.skip == b.skip
     return a == b or (a.clip_value == b.clip_value and math.isnan(a.coef) and math.isnan(b.coef))
@@ -173,13 +181,14 @@ def measure(
 ) -> Measured:
     """Measure summed gradients in one process, bit-identical to what servers measure.
 
-    Exception: sums in half precision have been rounded already, so their norm can differ from the servers'.
+    Exception: sums that arrive in half precision have already been rounded, so their norm can differ from the one
+    that servers compute.
 
     Args:
         arenas: dtype → flat, laid out by the plan.
-        rows: Key (by index) → its rows, which replace its elements in the arenas.
-        present: Which keys take part; nothing else is read.
-        scale: A factor that is still to be applied to the sums, in the dtype that updates compute in.
+        rows: Index of a key → its rows. The elements of this key in the arenas are ignored.
+        present: For each key, whether it takes part; the others are not read.
+        scale: The factor by which the sums are multiplied first, in the dtype that updates compute in.
     """
     split = split_rows(plan, {key: some for key, some in rows.items() if present[key]})
     partials: list[float] = []
@@ -210,8 +219,8 @@ def partial_of_slice(
     """Return the partial norm of a slice, and whether all of it is finite.
 
     Args:
-        body: The elements of the slice, zero where they do not count; None if none does.
-        sparse: Position of a segment → its rows, which count, too.
+        values: The dense elements of the slice, with zeros in segments that are absent or sparse; None if it has none.
+        sparse: Position of a sparse segment → its rows.
     """
     parts = [values] if values is not None else []
     parts += [sparse[position].values for position in sorted(sparse)]
@@ -237,6 +246,7 @@ def _scale_values(values: Tensor, scale: float) -> Tensor:
 def _find_largest(partials: Iterable[float]) -> float:
     found = 0.0
     for partial in partials:
-        if math.isnan(partial) or partial > found:  # nothing compares above a NaN that was found already
+        # After a NaN, no comparison is true, so a NaN stays the result.
+        if math.isnan(partial) or partial > found:
             found = partial
     return found
