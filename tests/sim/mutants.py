@@ -540,7 +540,7 @@ def applied_before_it_was_replaced(real: Any, *_: Any) -> bool:
     return True
 
 
-@replaces(pipelined, "_resume")
+@replaces(pipelined, "_check_revised_intent")
 def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
     """What was applied stays when a rank announces the same slices with another factor, or other numbers."""
     if table.pipelined is not None:
