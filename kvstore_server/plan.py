@@ -409,7 +409,7 @@ class Plan:
 
     @cached_property
     def _by_server(self) -> dict[int, tuple[Slice, ...]]:
-        return grouped([(slice_.server, slice_) for slice_ in self.slices])
+        return group_slices([(slice_.server, slice_) for slice_ in self.slices])
 
     @cached_property
     def _resident(self) -> dict[int, tuple[Slice, ...]]:
@@ -430,7 +430,7 @@ class Plan:
 
     @cached_property
     def _by_key(self) -> dict[int, tuple[Slice, ...]]:
-        return grouped([(segment.key, slice_) for slice_ in self.slices for segment in slice_.segments])
+        return group_slices([(segment.key, slice_) for slice_ in self.slices for segment in slice_.segments])
 
     def slices_of(self, server: int) -> tuple[Slice, ...]:
         return self._by_server.get(server, ())
@@ -495,7 +495,7 @@ class Plan:
         return {key: tuple(group) for group in groups for key in group}
 
 
-def grouped(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, ...]]:
+def group_slices(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, ...]]:
     found: dict[int, list[Slice]] = {}
     for number, slice_ in pairs:
         found.setdefault(number, []).append(slice_)

@@ -133,7 +133,7 @@ class Recording:
         return {}
 
 
-def handled(
+def answer_and_record(
     trace: Trace, body: m.RequestBody, rank: int, answer: Callable[[], list[m.Outgoing]]
 ) -> list[m.Outgoing]:
     """Answer a rank's message, and record its duration and payload bytes."""

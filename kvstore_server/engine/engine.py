@@ -65,7 +65,7 @@ from kvstore_server.processes import LAST_WORDS, Processes, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision
 from kvstore_server.shard.shard import Leases, Partial, Updater
-from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
+from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, answer_and_record
 
 _log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class Engine:
             sender = Sender(space, rank, waiter, session.token, now)
             if space.recording.active is None:
                 return answer(sender, body)
-            return handled(space.recording.active, body, rank, partial(answer, sender, body))
+            return answer_and_record(space.recording.active, body, rank, partial(answer, sender, body))
         except KVStoreError as error:
             return [_make_failed(waiter, error)]
         except Exception as error:

@@ -26,11 +26,11 @@ from kvstore_server.optimizer.rows import (
     CACHED,
     GradFragments,
     Gradient,
+    append_zeros,
     bound_of,
+    gather_rows,
     joined,
-    lengthened,
-    put,
-    taken,
+    put_rows,
 )
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
@@ -168,12 +168,12 @@ def _update_in_blocks(
         part = slice(offset, offset + length)
         count = weight[part].numel()
         spare = 0 if optimizer.verified else -count % _UNIT
-        padded, padded_grad = lengthened(weight[part], spare), lengthened(grad[part], spare)
+        padded, padded_grad = append_zeros(weight[part], spare), append_zeros(grad[part], spare)
         padded_grad = padded_grad if scale == 1.0 else padded_grad * scale
         if bound is not None:
             padded_grad = padded_grad.clamp(-bound, bound)
         if state.step:
-            values = {n: lengthened(v[part], spare) if _has_rows(v) else own(v) for n, v in former.items()}
+            values = {n: append_zeros(v[part], spare) if _has_rows(v) else own(v) for n, v in former.items()}
         else:
             values = optimizer.create_state(padded)
         if optimizer.positioned:
@@ -337,10 +337,10 @@ def _update_some(
     kept, master = state.values, state.master
     count, unit = grad_rows.numel(), ALIGNMENT // weight.element_size()
     length = -(-count // unit) * unit if optimizer.elementwise else 0
-    grad = lengthened(grad_rows.reshape(-1), length - count) if length else grad_rows
-    piece = taken(weight, rows, length)
-    values = {name: taken(v, rows, length) if _has_rows(v) else v for name, v in kept.items()}
-    part = State(values, state.step, None if master is None else taken(master, rows, length))
+    grad = append_zeros(grad_rows.reshape(-1), length - count) if length else grad_rows
+    piece = gather_rows(weight, rows, length)
+    values = {name: gather_rows(v, rows, length) if _has_rows(v) else v for name, v in kept.items()}
+    part = State(values, state.step, None if master is None else gather_rows(master, rows, length))
     apply_update(optimizer, piece, grad, part, hyper, lambda: [slice(count, None)])
     changed = {name: value for name, value in part.values.items() if _has_rows(value)}
     for name, value in changed.items():
@@ -348,10 +348,10 @@ def _update_some(
         if not _has_rows(entry):
             entry = _new_entry(optimizer, name, value, weight, len(rows), room)
         part.values[name] = entry
-        put(entry, rows, value)
-    put(weight, rows, piece)
+        put_rows(entry, rows, value)
+    put_rows(weight, rows, piece)
     if master is not None and part.master is not None:
-        put(master, rows, part.master)
+        put_rows(master, rows, part.master)
     state.values = part.values
 
 

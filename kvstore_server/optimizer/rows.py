@@ -221,7 +221,7 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
     return ordered.ids.to(ids.device), ordered.sums(values)
 
 
-def taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:
+def gather_rows(whole: Tensor, rows: Tensor, length: int) -> Tensor:
     """Gather rows; if `length` is not 0, flat and zero-padded to that length."""
     if not length:
         return whole.index_select(0, rows)
@@ -233,8 +233,8 @@ def taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:
     return flat
 
 
-def put(whole: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Scatter what `taken` has gathered, converted to the target's dtype."""
+def put_rows(whole: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Scatter what `gather_rows` has gathered, converted to the target's dtype."""
     shape = (rows.numel(), *whole.shape[1:])
     scatter_rows(whole, rows, values.view(-1)[: math.prod(shape)].view(shape).to(whole.dtype))
 
@@ -250,6 +250,6 @@ def scatter_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
         flat[ids.numpy()] = given
 
 
-def lengthened(flat: Tensor, spare: int) -> Tensor:
+def append_zeros(flat: Tensor, spare: int) -> Tensor:
     """Append `spare` zeros; without any, return the vector itself."""
     return torch.nn.functional.pad(flat, (0, spare)) if spare else flat

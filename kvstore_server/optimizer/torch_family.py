@@ -34,7 +34,7 @@ from kvstore_server.optimizer.base import (
     count_dtype,
     plain_value,
 )
-from kvstore_server.optimizer.rows import lengthened, put, scatter_rows, taken
+from kvstore_server.optimizer.rows import append_zeros, gather_rows, put_rows, scatter_rows
 from kvstore_server.plan import ALIGNMENT
 
 TorchClass = type[optim.Optimizer]
@@ -290,8 +290,8 @@ class TorchOptimizer(Optimizer):
         # In full vectors torch uses multiply-add, in the remainder it does not; so pad to full vectors.
         count, unit = rows.numel(), ALIGNMENT // rows.element_size()
         length = -(-count // unit) * unit
-        given = lengthened(rows.reshape(-1), length - count)
-        put(weight, ids, taken(weight, ids, length).add_(given, alpha=-rate))
+        given = append_zeros(rows.reshape(-1), length - count)
+        put_rows(weight, ids, gather_rows(weight, ids, length).add_(given, alpha=-rate))
 
     def _given(
         self,

@@ -78,8 +78,8 @@ def map_tree(function: Any, tree: Any) -> Any:
     return function(tree)
 
 
-def cloned(tree: Any) -> Any:
-    return map_tree(lambda one: copied(one) if isinstance(one, Tensor) else copy.copy(one), tree)
+def clone_tree(tree: Any) -> Any:
+    return map_tree(lambda one: copy_tensor(one) if isinstance(one, Tensor) else copy.copy(one), tree)
 
 
 def is_composed(value: object) -> bool:
@@ -87,13 +87,13 @@ def is_composed(value: object) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copy_tensor(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor that shares no memory; one that is `is_composed` may have no clone of its own."""
     if not is_composed(tensor):
         return tensor.detach().clone()
     composed: Any = tensor
     names, context = composed.__tensor_flatten__()
-    inner = {name: copied(getattr(tensor, name)) for name in names}
+    inner = {name: copy_tensor(getattr(tensor, name)) for name in names}
     made: Tensor = type(composed).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return made
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, grouped, row_numel
+from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, group_slices, row_numel
 from kvstore_server.transport.arena import Leases
 
 Hypers = Sequence[Mapping[str, Any]]
@@ -278,7 +278,7 @@ class Storage:
         slices, first_key = plan.slices_of(server), self.num_keys
         keys = frozenset(segment.key for slice_ in slices for segment in slice_.segments)
         slots = {slice_.index: len(self.slots) + at for at, slice_ in enumerate(slices)}
-        own = grouped([(slice_.segments[0].key, slice_) for slice_ in plan.resident_slices_of(server)])
+        own = group_slices([(slice_.segments[0].key, slice_) for slice_ in plan.resident_slices_of(server)])
         unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
         blocks = self._blocks_for(plan, slices, memory)
         for slice_ in slices:

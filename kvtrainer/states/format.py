@@ -32,7 +32,7 @@ from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.base import MAX_COUNT
 from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
-from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, is_composed, unflatten
+from kvstore_server.optimizer.trees import clone_tree, decode, encode, flatten, is_composed, unflatten
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
@@ -251,7 +251,7 @@ def _segments_of(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple
 def _copy_state(state: Mapping[str, Any]) -> State:
     """Copy state, add a step count if torch keeps none, and drop unused entries."""
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
-    return {"step": torch.tensor(float(state.get("step", 1.0)), device="cpu"), **cloned(used)}
+    return {"step": torch.tensor(float(state.get("step", 1.0)), device="cpu"), **clone_tree(used)}
 
 
 def _name_own_count(

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.apply import follow, is_half
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
-from kvstore_server.optimizer.trees import cloned, flatten, is_composed, map_tree
+from kvstore_server.optimizer.trees import clone_tree, flatten, is_composed, map_tree
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, apply_decision
@@ -435,7 +435,9 @@ class JointUpdate:
         self._wide: dict[int, Parameter] = {}
         """During a step, by key: float32 stand-ins for half-precision parameters."""
         self._first = {
-            key: cloned(instance.state[p]) for key, p in enumerate(self._parameters) if p in instance.state
+            key: clone_tree(instance.state[p])
+            for key, p in enumerate(self._parameters)
+            if p in instance.state
         }
         """State that the class created in its constructor."""
 
@@ -482,7 +484,7 @@ class JointUpdate:
         """Restore weights, state and groups if the block raises. The optimizer's error says so."""
         weights = self._device.arena.weights
         former = {dtype: flat.clone() for dtype, flat in weights.items()}
-        taken, masters = _Snapshot(self.instance), cloned(self._masters)
+        taken, masters = _Snapshot(self.instance), clone_tree(self._masters)
         self.was_undone = False
         try:
             yield
@@ -502,7 +504,7 @@ class JointUpdate:
         """Copy the optimizer's own state_dict, with the present options; before its first step with placeholders."""
         for own, live in zip(self.instance.param_groups, self._groups(), strict=True):
             own.update({name: value for name, value in live.items() if name not in _LISTS})
-        state: dict[str, Any] = cloned(self.instance.state_dict())
+        state: dict[str, Any] = clone_tree(self.instance.state_dict())
         if not self.instance.state and state.get("state") == {}:
             state["state"] = self._placeholder_state()
         return {**state, "param_groups": [self._optimizer.with_tensors(one) for one in state["param_groups"]]}
@@ -529,7 +531,7 @@ class JointUpdate:
             self.instance.param_groups = groups
             with torch.random.fork_rng(devices=[]):
                 self.instance.step()
-            states = cloned(self.instance.state_dict()["state"])
+            states = clone_tree(self.instance.state_dict()["state"])
         except Exception:  # the class may need real gradients; `trial_state` does the same
             return {}
         finally:
@@ -540,13 +542,13 @@ class JointUpdate:
         """Let the optimizer load its state. Return the number of updates of each key."""
         # 1. Split the state: the class's own entries, float32 copies, and what its constructor had created. It is
         # copied first, because torch continues in the memory that it is given.
-        states, taken = cloned(with_number_keys(given.get("state", {}))), _Snapshot(self.instance)
+        states, taken = clone_tree(with_number_keys(given.get("state", {}))), _Snapshot(self.instance)
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
         made_first = {at for key, at in enumerate(order) if key in self._first}
         states = {at: one for at, one in states.items() if at in made_first or not _is_placeholder(one)}
         own = {at: _as_torch_state(state) if at in order else state for at, state in states.items()}
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}
-        first = {at: cloned(self._first[key]) for key, at in enumerate(order) if key in self._first}
+        first = {at: clone_tree(self._first[key]) for key, at in enumerate(order) if key in self._first}
         # If there was only the store's count, the class keeps no state for this parameter.
         own = {
             **first,
@@ -586,7 +588,7 @@ class JointUpdate:
         found: dict[int, State] = {}
         for key, parameter in enumerate(self._parameters):
             if count := self._counts[key]:
-                kept = cloned(self.instance.state.get(parameter, {}))
+                kept = clone_tree(self.instance.state.get(parameter, {}))
                 entries = {OWN_COUNT if name == "step" else name: value for name, value in kept.items()}
                 if key in self._masters:
                     entries["master"] = self._masters[key].clone()
@@ -602,7 +604,7 @@ class JointUpdate:
 
         groups = {p: group for group in self.instance.param_groups for p in group["params"]}
         for key, parameter in enumerate(self._parameters):
-            given, group = cloned(dict(states.get(key, {}))), groups.get(parameter, {})
+            given, group = clone_tree(dict(states.get(key, {}))), groups.get(parameter, {})
             self._counts[key] = count = int(given.pop("step", 0))
             # As torch does: everything moves to the device, the count only if kernels read it there.
             is_moved = group.get("capturable") or group.get("fused")
@@ -614,7 +616,7 @@ class JointUpdate:
             if "master" in entries:
                 self._masters[key] = entries.pop("master").to(device)
             kept = {"step" if name == OWN_COUNT else name: value for name, value in entries.items()}
-            kept = kept if count else cloned(self._first.get(key, {}))
+            kept = kept if count else clone_tree(self._first.get(key, {}))
             if kept:
                 self.instance.state[parameter] = kept
             else:
@@ -707,7 +709,7 @@ class _Snapshot:
     def __init__(self, instance: torch.optim.Optimizer) -> None:
         self._instance = instance
         self._attributes = dict(vars(instance))
-        self._state = {key: cloned(value) for key, value in instance.state.items()}
+        self._state = {key: clone_tree(value) for key, value in instance.state.items()}
         self._groups = [(group, dict(group)) for group in instance.param_groups]
 
     def restore(self) -> None:

@@ -20,7 +20,7 @@ from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ProtocolError
 from kvstore_server.optimizer import create
-from kvstore_server.plan import Plan, Slice, TensorSpec, grouped, make_plan
+from kvstore_server.plan import Plan, Slice, TensorSpec, group_slices, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows, split_rows
@@ -159,7 +159,7 @@ def ids(*rows: int) -> torch.Tensor:
 
 def started(version: int = 0) -> RowChanges:
     """A log that somebody has asked."""
-    changes = RowChanges(grouped([(piece.segments[0].key, piece) for piece in PLAN.slices]))
+    changes = RowChanges(group_slices([(piece.segments[0].key, piece) for piece in PLAN.slices]))
     assert changes.since(0, version, version) == {}
     return changes
 
@@ -170,7 +170,7 @@ def named(changes: RowChanges, held: int, version: int) -> dict[int, list[int]] 
 
 
 def test_what_came_before_the_first_question_is_not_known() -> None:
-    changes = RowChanges(grouped([(piece.segments[0].key, piece) for piece in PLAN.slices]))
+    changes = RowChanges(group_slices([(piece.segments[0].key, piece) for piece in PLAN.slices]))
     changes.record(0, 0, ids(1))
     assert changes.since(0, 3, 4) is None
     assert changes.since(0, 4, 4) == {}
