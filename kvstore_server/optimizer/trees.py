@@ -55,7 +55,7 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `flatten`; containers are new, tensors the same."""
     found = dict(values)
     for name in [name for name, value in values.items() if isinstance(value, Form)]:
-        found[name] = _put_together(values[name].tree, found)
+        found[name] = _rebuild_tree(values[name].tree, found)
     return found
 
 
@@ -128,7 +128,7 @@ def _take_apart(tree: Any, path: str, found: dict[str, Any]) -> Any:
     return Leaf(path)
 
 
-def _put_together(tree: Any, found: dict[str, Any]) -> Any:
+def _rebuild_tree(tree: Any, found: dict[str, Any]) -> Any:
     return map_tree(lambda one: found.pop(one.name) if isinstance(one, Leaf) else one, tree)
 
 
