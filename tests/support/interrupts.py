@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -37,10 +38,14 @@ def lines_of(call: Callable[[], Any], before: int | Line | None = None) -> list[
                 raise Interrupt
         return look
 
-    former = sys.gettrace()
+    # The collector would run finalizers of other objects within the call, where an interrupt is lost.
+    former, was_enabled = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(lambda frame, *_: look if frame.f_code.co_filename.startswith(OURS) else None)
     try:
         call()
     finally:
         sys.settrace(former)
+        if was_enabled:
+            gc.enable()
     return reached
