@@ -98,7 +98,7 @@ class DebugLog:
         shown = ",".join(map(_quote_name, names[:_LISTED])) + f",…({len(names)})" * (len(names) > _LISTED)
         waiting = ",".join(waiting_for)
         values = (
-            state, _format_numbers(tables), _format_numbers(rounds), "-" if rank is None else rank, waiting or "-",
+            state, _format_ids(tables), _format_ids(rounds), "-" if rank is None else rank, waiting or "-",
             "-" if error is None else type(error).__name__, _quote_name(namespace), shown or "-",
         )  # fmt: skip
         self._logger.debug("round %s", _format_fields(ROUND_KEYS, values))
@@ -118,7 +118,7 @@ def _quote_name(name: str | None) -> str:
     return "-" if name is None else json.dumps(name[:_LONGEST])
 
 
-def _format_numbers(numbers: Iterable[int]) -> str:
+def _format_ids(numbers: Iterable[int]) -> str:
     """Format distinct numbers in ascending order: a few individually, a contiguous range by its ends."""
     found = sorted(set(map(int, numbers)))
     if not found:
@@ -138,11 +138,11 @@ def _is_routine(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
 
 def _table_of(body: Any) -> str:
     if isinstance(body, m.Contribute):
-        return _format_numbers(body.commits[:, 0].tolist())
+        return _format_ids(body.commits[:, 0].tolist())
     if isinstance(body, m.Done):
-        return _format_numbers(body.rounds[:, 0].tolist())
+        return _format_ids(body.rounds[:, 0].tolist())
     if isinstance(body, m.Pull):
-        return _format_numbers(body.tables)
+        return _format_ids(body.tables)
     table = getattr(body, "table", -1)
     if isinstance(table, str):  # of a Register, before the table has a number
         return _quote_name(table)
@@ -151,9 +151,9 @@ def _table_of(body: Any) -> str:
 
 def _round_of(body: Any) -> str:
     if isinstance(body, m.Contribute):
-        return _format_numbers([*body.commits[:, 1].tolist(), *body.pushes[:, 1].tolist()])
+        return _format_ids([*body.commits[:, 1].tolist(), *body.pushes[:, 1].tolist()])
     if isinstance(body, m.Done):
-        return _format_numbers(body.rounds[:, 1].tolist())
+        return _format_ids(body.rounds[:, 1].tolist())
     if isinstance(body, m.Registered):
         return str(body.next_round)
     round_ = getattr(body, "round", -1)
@@ -168,7 +168,7 @@ def _slots_of(body: Any) -> str:
         words = [*body.parts[:, 0].tolist(), *body.places[:, 0].tolist()]
     elif isinstance(body, m.Missing):
         words = list(body.slots)
-    return _format_numbers(m.place_of(word)[0] for word in words)
+    return _format_ids(m.place_of(word)[0] for word in words)
 
 
 _DATA: dict[type[Any], Callable[[Any], int]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvstore_server.codec import compute_dtype, torch_dtype
-from kvstore_server.engine.agreed import effective_hypers
+from kvstore_server.engine.agreed_options import effective_hypers
 from kvstore_server.engine.rounds import Mode
 from kvstore_server.errors import KVStoreError
 from kvstore_server.optimizer import Optimizer, create_from_spec

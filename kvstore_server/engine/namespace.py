@@ -31,7 +31,7 @@ from torch import Tensor
 from kvstore_server.budget import Budget
 from kvstore_server.codec import Codec, make_codec, torch_dtype
 from kvstore_server.debug_log import debug_log
-from kvstore_server.engine.agreed import AgreedOptimizer
+from kvstore_server.engine.agreed_options import AgreedOptimizer
 from kvstore_server.engine.facts import waits_of, workers_of
 from kvstore_server.engine.membership import ERROR_LENGTH, ERRORS_KEPT, Membership
 from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_deltas

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec
-from kvstore_server.engine.agreed import AgreedOptions
+from kvstore_server.engine.agreed_options import AgreedOptions
 from kvstore_server.engine.rounds import SYNCHRONOUS, Intent, Mode
 from kvstore_server.errors import (
     ConfigurationError,
@@ -593,13 +593,13 @@ def norm_to_hold(parts: Parts) -> float:
         if part.hold != first.hold:
             raise PlanMismatchError(
                 f"ranks disagree on what is checked of the gradient before it is applied: rank {lowest} "
-                f"{_describe_hold(first.hold)}, rank {rank} {_describe_hold(part.hold)}; give clip_grad, amp and "
-                "on_nonfinite the same values on every worker"
+                f"{_describe_norm_check(first.hold)}, rank {rank} {_describe_norm_check(part.hold)}; give clip_grad, "
+                "amp and on_nonfinite the same values on every worker"
             )
     return first.hold
 
 
-def _describe_hold(hold: float) -> str:
+def _describe_norm_check(hold: float) -> str:
     return f"wants its norm of type {hold:g}" if hold else "wants nothing to be checked"
 
 

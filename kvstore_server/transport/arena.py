@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
-_PORTION = 16 << 20
+PORTION = 16 << 20
 """The most data in one message: little enough that copying it delays no one, enough to make the overhead small."""
 _LINE = 64
 _POPULATE_WRITE = 23
@@ -53,8 +53,8 @@ class SharedArena:
         """Fault in the pages of the first half, which will be written soon; no effect on older kernels."""
         end = self.nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
         with suppress(OSError):
-            for at in range(0, end, _PORTION):  # the GIL is released in between
-                self._map.madvise(_POPULATE_WRITE, at, min(_PORTION, end - at))
+            for at in range(0, end, PORTION):  # the GIL is released in between
+                self._map.madvise(_POPULATE_WRITE, at, min(PORTION, end - at))
 
     def trim(self) -> None:
         """Return all pages to the system: the contents are lost and read as zeros."""
@@ -111,7 +111,7 @@ class Places:
         self._free.insert(at, (begin, end))
 
 
-def _find_extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
+def find_extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
     """Return the begin and end address of pieces that are contiguous in memory; otherwise the end is 0."""
     first = end = pieces[0].data_ptr()
     for piece in pieces:

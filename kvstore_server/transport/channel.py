@@ -41,10 +41,10 @@ from kvstore_server.budget import Budget
 from kvstore_server.errors import ProtocolError
 from kvstore_server.processes import Process, Processes
 from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, SENT_ALONE, Frame
-from kvstore_server.transport.arena import _PORTION, Bytes, Leases, Places, SharedArena, make_memory
+from kvstore_server.transport.arena import PORTION, Bytes, Leases, Places, SharedArena, make_memory
 from kvstore_server.transport.exports import (
-    _FIRST_WEIGHTS,
-    _NUMBER,
+    ARENA_SHIFT,
+    FIRST_WEIGHTS,
     StagingBuffer,
     StagingBufferRequest,
     WeightExports,
@@ -109,7 +109,7 @@ class Channel:
         self._has_asked = False
         self.is_tight = False
         """There is no memory for a larger arena."""
-        self.portion = _PORTION
+        self.portion = PORTION
         """The most data in one message, in bytes."""
         # 2. Memory that is read in place: exported weights and staging buffers.
         self._exports = exports
@@ -119,7 +119,7 @@ class Channel:
         """The worker's staging buffer, once the server has made the last one that was requested."""
         self._asked_staging_buffers: deque[StagingBufferRequest] = deque()
         """Requests that are not answered yet."""
-        self._last_staging_buffer = _FIRST_WEIGHTS
+        self._last_staging_buffer = FIRST_WEIGHTS
         """On the server, the number of the worker's last staging buffer."""
         self._shown: set[int] = set()
         """Numbers of the memories whose descriptors the worker has."""
@@ -204,7 +204,7 @@ class Channel:
                 if begin is None:
                     break
                 taken.append(begin)
-                table += nbytes, begin | self._sends.number << _NUMBER
+                table += nbytes, begin | self._sends.number << ARENA_SHIFT
                 if frame is None:
                     _copy_pieces(pieces, self._sends.data[begin : begin + nbytes])
                 else:
@@ -231,7 +231,7 @@ class Channel:
     def show(self, places: npt.NDArray[np.int64]) -> bool:
         """Send the worker descriptors of the weights that contain these places; return whether it has all of them."""
         assert self._exports is not None
-        for number in set((places[places >= 0] >> _NUMBER).tolist()) - self._shown:
+        for number in set((places[places >= 0] >> ARENA_SHIFT).tolist()) - self._shown:
             fd = self._exports.fds.get(number)  # missing if the table has ended since
             if fd is not None and not self._put(_WEIGHTS, (), (), number, fd):
                 return False
@@ -240,8 +240,8 @@ class Channel:
 
     def weights_at(self, place: int) -> tuple[SharedArena, int] | None:
         """Return the server's memory that contains a place, and the offset there; None if it is unknown."""
-        arena = self._weights.get(place >> _NUMBER)
-        return None if arena is None else (arena, place & ~(-1 << _NUMBER))
+        arena = self._weights.get(place >> ARENA_SHIFT)
+        return None if arena is None else (arena, place & ~(-1 << ARENA_SHIFT))
 
     def _reclaim(self, place: int) -> None:
         found = self._read.pop(place, None)
@@ -290,9 +290,9 @@ class Channel:
                 kind, num_frames, num_returned, value = _HEAD.unpack_from(data)
                 numbers = struct.unpack_from(f"<{num_returned + 2 * num_frames}q", data, _HEAD.size)
                 for place in numbers[:num_returned]:
-                    if place >> _NUMBER == self._sends.number:
-                        self._places.release(place & ~(-1 << _NUMBER))
-                    elif place >> _NUMBER > _FIRST_WEIGHTS:
+                    if place >> ARENA_SHIFT == self._sends.number:
+                        self._places.release(place & ~(-1 << ARENA_SHIFT))
+                    elif place >> ARENA_SHIFT > FIRST_WEIGHTS:
                         self._reclaim(place)
                 # 3. Handle messages about memory, and continue; return the frames of any other.
                 if kind != _MESSAGE:
@@ -341,7 +341,7 @@ class Channel:
                 self._sends.nbytes,
             )
         self.is_tight = is_tight
-        self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else _PORTION
+        self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else PORTION
 
     def ask_for_staging_buffer(self, nbytes: int) -> StagingBufferRequest:
         """Request a staging buffer from the server. Any former one is lost."""
@@ -444,7 +444,7 @@ class Channel:
             # Only the last data frame may be borrowed, since it contains numbers. Other frames are validated and then
             # used, and the peer could change them in between, so they are copied.
             is_numbers = at == last > 0
-            most = left if place < 0 else _PORTION + MAX_FRAME if is_numbers else MAX_FRAME
+            most = left if place < 0 else PORTION + MAX_FRAME if is_numbers else MAX_FRAME
             if not 0 <= nbytes <= most:
                 raise ValueError(f"a frame of {nbytes} bytes")
             if place < 0:
@@ -455,7 +455,7 @@ class Channel:
         return frames
 
     def _take_place(self, nbytes: int, place: int, may_borrow: bool) -> Frame:
-        number, begin = place >> _NUMBER, place & ~(-1 << _NUMBER)
+        number, begin = place >> ARENA_SHIFT, place & ~(-1 << ARENA_SHIFT)
         weights = self._weights.get(number)
         arena = self._reads[number] if weights is None else weights
         if begin + nbytes > arena.nbytes:
@@ -479,7 +479,7 @@ class Channel:
         self._borrowed.pop(number, None)
         self._returned.append(place)
         self._returned_bytes += nbytes
-        if place >> _NUMBER in self._reads:
+        if place >> ARENA_SHIFT in self._reads:
             self._borrowed_bytes -= nbytes
 
 

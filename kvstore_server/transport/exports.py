@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from kvstore_server.transport.arena import Leases, SharedArena, _find_extent
+from kvstore_server.transport.arena import Leases, SharedArena, find_extent
 
 _log = logging.getLogger(__name__)
-_NUMBER = 40
+ARENA_SHIFT = 40
 """A place is an offset with, from this bit on, the number of its memory."""
-_FIRST_WEIGHTS = 1 << 20
+FIRST_WEIGHTS = 1 << 20
 """First number of memories that do not belong to a channel: exported weights and staging buffers."""
 _SEAL_FUTURE_WRITE = 0x10
 
@@ -35,7 +35,7 @@ class WeightExports:
         """Number → the descriptor of the memory."""
         self._places: dict[int, tuple[int, int]] = {}
         """Number → (address, size)."""
-        self._last = _FIRST_WEIGHTS
+        self._last = FIRST_WEIGHTS
         self._has_said_why = False
 
     def make(self, nbytes: int) -> Tensor | None:
@@ -67,11 +67,11 @@ class WeightExports:
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that are contiguous in exported memory; None if they are not."""
-        first, end = _find_extent(pieces)
+        first, end = find_extent(pieces)
         # A copy, because finalizers may remove entries meanwhile.
         for number, (address, nbytes) in self._places.copy().items():
             if address <= first <= end <= address + nbytes:
-                return first - address | number << _NUMBER
+                return first - address | number << ARENA_SHIFT
         return None
 
     def close(self) -> None:
@@ -107,11 +107,11 @@ class StagingBuffer:
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that are contiguous in this buffer; None if they are not."""
-        first, end = _find_extent(pieces)
+        first, end = find_extent(pieces)
         begin = first - self.arena.data.data_ptr()
         if not 0 <= begin <= begin + end - first <= self.arena.nbytes:
             return None
-        return begin | self.arena.number << _NUMBER
+        return begin | self.arena.number << ARENA_SHIFT
 
 
 class StagingBufferRequest:

@@ -24,7 +24,7 @@ _DONTNEED, _POPULATE_READ = 4, 22
 _FROM_FILE = 1 << 61
 _IS_THERE = 3 << 62
 """The page is in memory, or in swap."""
-_MOVED = 64 << 20
+MOVED_AT_ONCE = 64 << 20
 """Bytes moved at a time."""
 _PAGE_MAP = "/proc/self/pagemap"
 _ENTRY = 8
@@ -43,7 +43,7 @@ _WRITTEN = 2
 _AT_ONCE = 512
 
 
-def _find_neighbours(pages: Any) -> list[Any]:
+def split_neighbours(pages: Any) -> list[Any]:
     return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
 
 
@@ -61,7 +61,7 @@ def put_pages(
         raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be mapped")
 
 
-class _System:
+class PageSystem:
     """System calls that Python's `mmap` lacks. Raises OSError if they do not work here."""
 
     def __init__(self) -> None:

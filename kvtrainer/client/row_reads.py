@@ -302,7 +302,7 @@ class MappedRows:
             _, first, end = spans.get(id(memory), (memory, begin, 0))
             spans[id(memory)] = memory, min(first, begin), max(end, begin + nbytes)
         # 2. The write counters of the slices.
-        self._marks = [
+        self._counters = [
             write_counters_in(memory.data)[:, first // LONG : -(-end // LONG)]
             for memory, first, end in spans.values()
         ]
@@ -317,7 +317,7 @@ class MappedRows:
         if os.getpid() != self._process:
             return None
         # A seqlock: the copy is good if no write had begun that was not ended before it.
-        ended = [marks[1].copy() for marks in self._marks]
+        ended = [counters[1].copy() for counters in self._counters]
         rows = self._rows.index_select(0, torch.from_numpy(self._round_robin.places(ids.numpy())))
-        is_still = [(marks[0] == own).all() for marks, own in zip(self._marks, ended, strict=True)]
+        is_still = [(counters[0] == own).all() for counters, own in zip(self._counters, ended, strict=True)]
         return rows if all(is_still) else None

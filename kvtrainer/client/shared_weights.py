@@ -30,7 +30,7 @@ from kvstore_server.engine.memory import available_memory
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
-from kvstore_server.transport.pages import _MOVED, _find_neighbours, _System
+from kvstore_server.transport.pages import MOVED_AT_ONCE, PageSystem, split_neighbours
 from kvtrainer.types import Arenas
 
 _FEW_PAGES = 16
@@ -146,16 +146,16 @@ class MappedSink(WeightSink):
     """
 
     def __init__(self, flats: Mapping[str, Tensor]) -> None:
-        self._system = _System()
+        self._system = PageSystem()
         self._flats = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
         self._slices: dict[int, _Mapped] = {}
         self._edges: tuple[list[Tensor], list[Tensor]] | None = None
         """(target, source) of the bytes on pages that are not mapped."""
-        self._marks: dict[int, tuple[Any, Any]] = {}
+        self._counters: dict[int, tuple[Any, Any]] = {}
         """Address of a server's memory → its write counters, and their values after the last applied round."""
         self._runs: list[tuple[str, int, int]] | None = None
         """(dtype, begin, end) of mapped pages, in bytes; neighbours with few other pages between them are one."""
-        self._is_shown: dict[str, Any] = {}
+        self._is_page_mapped: dict[str, Any] = {}
         """Dtype → for each page of its arena, whether it is mapped."""
         self.maps = True
 
@@ -173,8 +173,8 @@ class MappedSink(WeightSink):
         source, base = memory.data[begin : begin + nbytes], memory.data.data_ptr()
         lines = slice(begin // LONG, -(-(begin + nbytes) // LONG))
         self._slices[slice_.index] = _Mapped(slice_, server, place, source, base, lines, first, end)
-        marks = write_counters_in(memory.data)
-        self._marks.setdefault(base, (marks, marks.copy()))
+        counters = write_counters_in(memory.data)
+        self._counters.setdefault(base, (counters, counters.copy()))
         self._record_change()
 
     def unmap(self, slice_: Slice) -> None:
@@ -183,7 +183,7 @@ class MappedSink(WeightSink):
 
     def commit(self) -> None:
         self._copy_ends()
-        self._marks = {base: (marks, marks.copy()) for base, (marks, _) in self._marks.items()}
+        self._counters = {base: (counters, counters.copy()) for base, (counters, _) in self._counters.items()}
 
     def _copy_ends(self) -> None:
         """Copy the bytes of slices on pages that are not mapped."""
@@ -196,8 +196,8 @@ class MappedSink(WeightSink):
         changed, written = set[int](), set[int]()
         # A slice has changed if a write has begun. If all were written to the end, they are of one round.
         for index, one in self._slices.items():
-            marks, before = self._marks[one.memory]
-            begun, ended = marks[:, one.lines]
+            counters, before = self._counters[one.memory]
+            begun, ended = counters[:, one.lines]
             if (begun != before[0, one.lines]).any():
                 changed.add(index)
                 written |= {index} if (begun == ended).all() else set()
@@ -205,7 +205,7 @@ class MappedSink(WeightSink):
 
     def attach(self) -> None:
         for dtype, own in self._own_pages():
-            for some in _find_neighbours(own):
+            for some in split_neighbours(own):
                 address = self._flats[dtype].data_ptr() + int(some[0]) * PAGE
                 self._system.forget(address, len(some) * PAGE)
         self.commit()
@@ -245,7 +245,7 @@ class MappedSink(WeightSink):
     def _own_pages(self) -> Iterator[tuple[str, Any]]:
         for dtype, begin, end in self._runs_now():
             own = self._system.own_pages(self._flats[dtype].data_ptr() + begin, end - begin) + begin // PAGE
-            own = own[self._is_shown[dtype][own]]
+            own = own[self._is_page_mapped[dtype][own]]
             if len(own):
                 yield dtype, own
 
@@ -273,13 +273,13 @@ class MappedSink(WeightSink):
     def _runs_now(self) -> list[tuple[str, int, int]]:
         if self._runs is None:
             runs: list[tuple[str, int, int]] = []
-            self._is_shown = {
+            self._is_page_mapped = {
                 dtype: np.zeros(len(flat) // PAGE, np.bool_) for dtype, flat in self._flats.items()
             }
             for one in sorted(self._slices.values(), key=lambda one: (one.slice_.dtype, one.first)):
                 if one.first >= one.end:
                     continue
-                self._is_shown[one.slice_.dtype][one.first // PAGE : one.end // PAGE] = True
+                self._is_page_mapped[one.slice_.dtype][one.first // PAGE : one.end // PAGE] = True
                 if runs and runs[-1][0] == one.slice_.dtype and one.first <= runs[-1][2] + _FEW_PAGES * PAGE:
                     runs[-1] = (one.slice_.dtype, runs[-1][1], one.end)
                 else:
@@ -294,7 +294,7 @@ class MappedSink(WeightSink):
         for one in self._slices.values():
             mine = pages[(pages >= one.first) & (pages < one.end)] if one.slice_.dtype == dtype else pages[:0]
             at = one.slice_.offset * SIZES[dtype]
-            for some in _find_neighbours(mine // PAGE):
+            for some in split_neighbours(mine // PAGE):
                 begin, end = int(some[0]) * PAGE, int(some[-1]) * PAGE + PAGE
                 if torch.equal(flat[begin:end], one.source[begin - at : end - at]):
                     self._system.forget(flat.data_ptr() + begin, end - begin)
@@ -323,8 +323,8 @@ class PrivateSink(WeightSink):
 
     @torch.inference_mode(False)
     def __init__(self, flats: Mapping[str, Tensor], plan: Plan) -> None:
-        self._system = _System()
-        self._shown = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
+        self._system = PageSystem()
+        self._flats = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
         self._plan = plan
         needed, available = sum([flat.nbytes for flat in flats.values()]), available_memory()
         if needed > available:  # otherwise the system may kill a process when the pages fill
@@ -345,16 +345,16 @@ class PrivateSink(WeightSink):
             os.ftruncate(fd, nbytes)
             memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)[: flat.nbytes]
             there, here = torch.from_numpy(memory), flat.view(torch.uint8)
-            for at in range(0, nbytes, _MOVED):  # in steps, so that not all of it exists twice
-                there[at : at + _MOVED].copy_(here[at : at + _MOVED])
-                self._system.map(flat.data_ptr() + at, min(_MOVED, nbytes - at), fd, at)
+            for at in range(0, nbytes, MOVED_AT_ONCE):  # in steps, so that not all of it exists twice
+                there[at : at + MOVED_AT_ONCE].copy_(here[at : at + MOVED_AT_ONCE])
+                self._system.map(flat.data_ptr() + at, min(MOVED_AT_ONCE, nbytes - at), fd, at)
         finally:
             os.close(fd)
         return there.view(flat.dtype)
 
     def written(self) -> set[int]:
         found: set[int] = set()
-        for dtype, shown in self._shown.items():
+        for dtype, shown in self._flats.items():
             there, size = self._files[dtype].view(torch.uint8), SIZES[dtype]
             for begin, end in self._private_ranges(shown):
                 if torch.equal(shown[begin:end], there[begin:end]):
@@ -370,30 +370,30 @@ class PrivateSink(WeightSink):
         return found
 
     def attach(self) -> None:
-        for shown in self._shown.values():
+        for shown in self._flats.values():
             for begin, end in self._private_ranges(shown):
                 self._system.forget(shown.data_ptr() + begin, -(-(end - begin) // PAGE) * PAGE)
 
     def accept(self, weights: Arenas) -> None:
-        for dtype, shown in self._shown.items():
+        for dtype, shown in self._flats.items():
             for begin, end in self._private_ranges(shown):
                 self._files[dtype].view(torch.uint8)[begin:end].copy_(shown[begin:end])
         self.attach()
 
     def release(self) -> None:
-        for shown in self._shown.values():
-            for at in range(0, len(shown), _MOVED):
-                part = shown[at : at + _MOVED]
+        for shown in self._flats.values():
+            for at in range(0, len(shown), MOVED_AT_ONCE):
+                part = shown[at : at + MOVED_AT_ONCE]
                 kept = part.clone()
                 self._system.map(part.data_ptr(), -(-len(part) // PAGE) * PAGE, -1, 0)
                 part.copy_(kept)
-        self._shown, self._files = {}, {}
+        self._flats, self._files = {}, {}
 
     def unwatched(self) -> dict[str, list[tuple[int, int]]]:
-        return {dtype: [] for dtype in self._shown}
+        return {dtype: [] for dtype in self._flats}
 
     def _private_ranges(self, shown: Tensor) -> Iterator[tuple[int, int]]:
         if len(shown):
             pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
-            for some in _find_neighbours(pages):
+            for some in split_neighbours(pages):
                 yield int(some[0]) * PAGE, min(int(some[-1]) * PAGE + PAGE, len(shown))

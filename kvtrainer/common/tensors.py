@@ -62,7 +62,7 @@ def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Si
     return torch.from_numpy(ids), given.shape
 
 
-def _is_one_set(row_ids: Any) -> bool:
+def is_one_set(row_ids: Any) -> bool:
     """Return whether this is one set of ids rather than a list of several."""
     if isinstance(row_ids, list | tuple):
         return all(isinstance(one, int | float | np.number) for one in row_ids)

@@ -21,7 +21,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.client.tables import RemoteTable
-from kvtrainer.common.tensors import _is_one_set, dtype_name, is_sparse, read_ids
+from kvtrainer.common.tensors import dtype_name, is_one_set, is_sparse, read_ids
 from kvtrainer.kvstore.base import Key
 
 _INT_LIMIT = 1 << 63
@@ -223,9 +223,9 @@ def read_row_pulls(
     else:
         keys = list(key)
         outs = _for_each(keys, out, "out") if out is not None else [None] * len(keys)
-        ids = [row_ids] * len(keys) if _is_one_set(row_ids) else _for_each(keys, row_ids, "row_ids")
+        ids = [row_ids] * len(keys) if is_one_set(row_ids) else _for_each(keys, row_ids, "row_ids")
     pulls = [_pulls_of(entries, *row) for row in zip(keys, outs, ids, strict=True)]
-    return pulls, [not _is_one_set(one) for one in ids]
+    return pulls, [not is_one_set(one) for one in ids]
 
 
 def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _pulls_of(entries: Mapping[Key, Entry], key: Key, out: Any, row_ids: Any) ->
     if not entry.spec.shape:
         raise ShapeMismatchError(f"key {key!r} has no dimension, hence no rows; use pull")
     outs = _row_outs(entry, key, out)
-    sets = [row_ids] if _is_one_set(row_ids) else list(row_ids)
+    sets = [row_ids] if is_one_set(row_ids) else list(row_ids)
     found = [read_ids(key, one, entry.spec.shape[0]) for one in sets]
     # One set of ids serves all outs; several sets need one out each.
     if len(found) == 1:

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.agreed_options import pack_hypers
 from kvstore_server.engine.memory import return_free_memory
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan

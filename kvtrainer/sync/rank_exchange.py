@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype, torch_dtype
-from kvstore_server.engine.agreed import AgreedOptions
+from kvstore_server.engine.agreed_options import AgreedOptions
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.protocol.rows import RowSet, same_bits

@@ -77,7 +77,9 @@ class ParameterGroups:
         self.trained: list[list[Tensor]] = []
         """The parameters of each group, with replicas, as laid out; scripts may have edited `live` since."""
         self._known: list[Group] = []
-        self._option_names: Sequence[str] | None = None if is_foreign(optimizer) else option_names(optimizer)
+        self._option_names: Sequence[str] | None = (
+            None if is_foreign(optimizer) else group_option_names(optimizer)
+        )
         """None for an unknown torch class, whose groups may have any entries."""
         self._last: dict[str, Any] = {}
         """The last result of `options`."""
@@ -125,9 +127,9 @@ class ParameterGroups:
     ) -> dict[str, Any]:
         """Read the hyper-parameters of the coming update: options per group, and multipliers per parameter.
 
-        The form is that of `kvstore_server.engine.agreed`. Multipliers of 1 are left out. If nothing has changed since
-        the last call the result is the same object, which must not be modified. `stages` are further options that must
-        be the same on all workers.
+        The form is that of `kvstore_server.engine.agreed_options`. Multipliers of 1 are left out. If nothing has
+        changed since the last call the result is the same object, which must not be modified. `stages` are further
+        options that must be the same on all workers.
         """
         # 1. The options of each group, as plain values.
         if self.optimizer.lr_scheduler is not None:
@@ -452,7 +454,9 @@ def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
         optimizer.check_foreign(options)
         return {**kept, **check_options(optimizer, options)}
     # Only the names of the optimizer's options matter here; except for betas, since a group may set one of the two.
-    known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}
+    known = {
+        name: optimizer.hyper[name] if name == "betas" else None for name in group_option_names(optimizer)
+    }
     options = canonical_options(options, known, optimizer.registered_name)
     if optimizer.lr_scheduler is not None and "lr" in options:
         raise ConfigurationError(
@@ -462,7 +466,7 @@ def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     return {**kept, **check_options(optimizer, options)}
 
 
-def option_names(optimizer: Optimizer) -> tuple[str, ...]:
+def group_option_names(optimizer: Optimizer) -> tuple[str, ...]:
     return tuple(name for name in optimizer.plain_hyper() if name not in NOTES)
 
 
@@ -471,7 +475,7 @@ def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
     found = {name: value for name, value in group.items() if name not in _LISTS}
     if is_foreign(optimizer):
         return found
-    known = {*option_names(optimizer), *NOTES}
+    known = {*group_option_names(optimizer), *NOTES}
     return {name: value for name, value in found.items() if name in known or is_plain(plain_number(value))}
 
 
@@ -492,7 +496,9 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
 def option_problems(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Iterator[str]:
     """Yield the reasons why the optimizer does not accept options of saved groups. Missing options are accepted."""
     for at, options in enumerate(groups):
-        known = {name: plain_number(options[name]) for name in option_names(optimizer) if name in options}
+        known = {
+            name: plain_number(options[name]) for name in group_option_names(optimizer) if name in options
+        }
         try:
             check_options(optimizer.without_scheduler(), known)
         except ConfigurationError as error:

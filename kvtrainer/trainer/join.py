@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore_server.engine.agreed import unpack_hypers
+from kvstore_server.engine.agreed_options import unpack_hypers
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.sync.exchange import RoundResult
 from kvtrainer.trainer.step import StepPipeline

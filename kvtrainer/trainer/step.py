@@ -30,7 +30,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from kvstore_server.check import is_number
-from kvstore_server.engine.agreed import effective_hypers
+from kvstore_server.engine.agreed_options import effective_hypers
 from kvstore_server.optimizer.rows import bound_of
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.shard.norms import Decision, measure

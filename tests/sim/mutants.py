@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvstore_server.engine import pipelined
-from kvstore_server.engine.agreed import AgreedOptions
+from kvstore_server.engine.agreed_options import AgreedOptions
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.membership import Membership, RankSession, Sessions
 from kvstore_server.engine.rounds import (

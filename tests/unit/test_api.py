@@ -60,6 +60,18 @@ def test_no_other_import_of_ours_is_hidden_from_the_linter_of_imports() -> None:
     assert found == BY_NAME
 
 
+def test_no_module_imports_a_private_name_of_another() -> None:
+    found, packages = [], [Path(one.__file__).parent for one in (kvtrainer, kvstore_server)]
+    for path in [path for package in packages for path in package.rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_ours = isinstance(node, ast.ImportFrom) and str(node.module).startswith(
+                ("kvtrainer", "kvstore_server")
+            )
+            names = [one.name for one in node.names] if is_ours else []
+            found += [(path.name, name) for name in names if name.startswith("_") and name != "__version__"]
+    assert found == []
+
+
 def test_a_tensor_that_is_made_from_nothing_names_its_device() -> None:
     """Otherwise it goes wherever the user's `torch.set_default_device` says."""
     unnamed = []

@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from kvstore_server.codec import make_codec, torch_dtype
-from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.agreed_options import pack_hypers
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer import create

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.agreed_options import pack_hypers
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer import create

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
-from kvstore_server.engine.agreed import effective_hypers
+from kvstore_server.engine.agreed_options import effective_hypers
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec, make_plan

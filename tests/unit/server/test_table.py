@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
-from kvstore_server.engine.agreed import AgreedOptimizer, AgreedOptions, effective_hypers, pack_hypers
+from kvstore_server.engine.agreed_options import AgreedOptimizer, AgreedOptions, effective_hypers, pack_hypers
 from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.errors import (
     ConfigurationError,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
-from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.agreed_options import pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.shard.norms import UNCHANGED

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.agreed_options import pack_hypers
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import DeadlineError, KVStoreError
 from kvtrainer.options.stages import GradientLimits
