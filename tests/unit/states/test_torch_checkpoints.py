@@ -98,9 +98,8 @@ def test_training_goes_on_from_the_others_state_or_checkpoint(
     way(first, source, second, target, tmp_path)
     second.load_state_dict(first.state_dict())
     for mine, expected in zip(go(second, target, 3, 4), go(first, source, 3, 4), strict=True):
-        torch.testing.assert_close(
-            mine, expected, rtol=0, atol=1e-9
-        )  # torch's NAdam has a float32 in its state
+        # torch's NAdam has a float32 in its state.
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-9 if cls is torch.optim.NAdam else 1e-10)
 
 
 @pytest.mark.parametrize("form", ["module", "list", "named"])
