@@ -258,7 +258,7 @@ def test_every_other_damage_is_noticed(tmp_path: Path) -> None:
     def check(damaged: bytes) -> None:
         assume(damaged != whole)
         path.write_bytes(damaged)
-        with pytest.raises(StateFileError, match="damaged|it is empty"):
+        with pytest.raises(StateFileError):
             read_state_file(path)
 
     check()
