@@ -142,3 +142,14 @@ def _weights(pair: Pair) -> list[float]:
     out = torch.empty(3)
     pair[0].pull("w", out=out)
     return out.tolist()
+
+
+def test_different_models_are_refused_with_the_first_difference_named(pair: Pair) -> None:
+    models = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2, bias=False)
+    before = models[0].weight.detach().clone()
+    trainers = [kvtrainer.Trainer(m, "sgd", kvstore=s) for m, s in zip(models, pair, strict=True)]
+    for model in models:
+        model(torch.ones(1, 3)).sum().backward()
+    texts = raised(together(*(lambda t=t: t.step(1) for t in trainers)), PlanMismatchError)
+    assert all("'bias' float32[2]" in text and "missing" in text for text in texts)
+    assert torch.equal(models[0].weight, before)

@@ -168,3 +168,16 @@ def test_a_server_without_the_users_module_says_so_while_another_one_has_it() ->
             assert "--import MODULE" in text
         # Half of the servers may know it now: nobody can push until all of them agree.
         raised(_rounds(pair), UnknownNameError)
+
+
+def test_a_failed_push_is_reported_by_the_next_call_that_concerns_its_key(servers: list[Process]) -> None:
+    with Members() as members:
+        pair = members.pair(servers)
+        together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+        with impatient(pair[0], timeout=SOON):
+            pair[0].push("w", torch.ones(3))
+            with pytest.raises(DeadlineError, match="rank 1"):
+                pair[0].pull("w", out=torch.empty(3))
+        out = torch.empty(3)
+        pair[0].pull("w", out=out)
+        assert out.tolist() == [0.0] * 3

@@ -16,16 +16,21 @@ import torch
 import zmq
 
 from kvstore_server.protocol import frames
+from kvstore_server.protocol import messages as m
+from kvstore_server.transport.tcp import routing_id
 from kvtrainer import Trainer
+from kvtrainer.client import connection
 from kvtrainer.errors import (
     ConnectTimeoutError,
     ProtocolError,
     RoundAbortedError,
+    ServerUnreachableError,
     VersionMismatchError,
     WorkerLostError,
 )
 from kvtrainer.kvstore import DistKVStore
-from tests.support.limits import SOON
+from tests.support.limits import DEAD_AFTER, LIMIT, SOON
+from tests.support.messages import contribution
 from tests.support.pages import blocks_of
 from tests.support.processes import (
     FORGETFUL,
@@ -315,3 +320,105 @@ def test_workers_do_not_leave_open_files_behind_when_they_cannot_connect(
 
     attempt()
     assert attempt() == attempt()
+
+
+def _contribute(
+    impostor: connection.Connection,
+    tokens: list[tuple[int, ...]],
+    store: DistKVStore,
+    value: torch.Tensor,
+    number: int,
+) -> None:
+    """Give a whole round of key "w" in the name of the session that the tokens stand for; wants no weights back."""
+    table = store._entries["w"].table
+    for server, (run, session) in enumerate(tokens):
+        at = table.numbers[server]
+        pieces = table.plan.slices_of(server)
+        for piece in pieces:
+            whole = torch.zeros(piece.length)
+            whole[: piece.used] = value[piece.offset : piece.offset + piece.used]
+            push = contribution([(table.slot_of(piece), whole)], number)
+            impostor.send(server, m.Request(run, session, 1, push))
+        body = contribution([], number, at, len(pieces), timeout=LIMIT)
+        impostor.send(server, m.Request(run, session, 1, body))
+
+
+def _waiting_for(store: DistKVStore) -> list[list[int]]:
+    """Per server: the ranks that have not committed the open round, of which another one waits."""
+    return [stats["tables"][0]["waiting_for"] for stats in store.server_stats()]
+
+
+def test_an_error_inside_a_with_block_is_told_to_the_others(start: Start) -> None:
+    job = start('with kv:\n    raise ValueError("sample 17 is broken")')
+    job.worker.go()
+    texts = raised(job.outcomes(), WorkerLostError)
+    assert all("rank 1 has left (ValueError: sample 17 is broken)" in text for text in texts)
+
+
+def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_what_others_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numel, name = 8_000_000, new_name()  # replies larger than what sockets hold
+    script = f"""
+kv.init("w", torch.zeros({numel}))
+session = kv._client._session
+for (run, token), (_, own) in zip(session._tokens, session.transport._ids): print(run, token, own.hex(), flush=True)
+out = torch.empty({numel})
+kv.pushpull("w", torch.ones({numel}), out=out)
+print(out.unique().tolist(), flush=True)
+"""
+    with Processes() as processes, Members() as members:
+        servers = processes.servers(2)
+        worker = processes.worker(script, servers, 1, 2, name)
+        store = members.join(servers, 0, 2, name)
+        store.init("w", torch.zeros(numel))
+        tokens, ids = [], []
+        for _ in servers:
+            run, session, own = worker.line().split()
+            tokens.append((int(run), int(session)))
+            ids += [bytes.fromhex(own), routing_id()]
+        assert eventually(lambda: _waiting_for(store) == [[0]] * 2)
+        worker.freeze()
+        assert round_of(store, "w", torch.full((numel,), 2.0)).unique().tolist() == [3.0]
+        # The replies to the stopped worker are still on their way while its weights change: somebody who has its
+        # session, and the name of one of its sockets, gives its part to the next round.
+        monkeypatch.setattr(connection, "routing_id", iter(ids).__next__)
+        impostor = connection.Connection([server.address for server in servers])
+        monkeypatch.undo()
+        try:
+            _contribute(impostor, tokens, store, torch.full((numel,), 10.0), 2)
+            assert round_of(store, "w", torch.full((numel,), 20.0)).unique().tolist() == [30.0]
+            assert_serve(servers)
+        finally:
+            impostor.close()
+        worker.signal(signal.SIGCONT)
+        assert worker.line() == "[3.0]"
+
+
+def test_the_servers_forget_a_job_when_all_its_workers_have_left(servers: list[Process]) -> None:
+    name = new_name()
+    for value in (1.0, 2.0):
+        with Members() as members:
+            pair = [members.join(servers, rank, 2, name) for rank in range(2)]
+            together(*(lambda s=s, v=value: s.init("w", torch.full((3,), v)) for s in pair))
+            out = torch.empty(3)
+            pair[1].pull("w", out=out)
+            assert out.tolist() == [value] * 3
+            assert pair[0].num_dead_nodes() == 0
+            together(*(store.close for store in pair))
+        with Members() as members:
+            assert eventually(lambda m=members: not m.join(servers, 0, 2, name).num_dead_nodes())
+
+
+def test_a_server_that_died_between_rounds_is_named_at_the_next_one_however_many_keys_it_held(
+    processes: Processes, members: Members
+) -> None:
+    servers = processes.servers(1)
+    pair = members.pair(servers, dead_after=DEAD_AFTER)
+    keys = [str(i) for i in range(40)]
+    assert together(*(lambda s=s: s.init(keys, [torch.zeros(2)] * 40) for s in pair)) == [None, None]
+    servers[0].signal(signal.SIGKILL)
+    servers[0].end()
+    outcomes = together(*(lambda s=s: s.pushpull(keys, [torch.ones(2)] * 40) for s in pair))
+    texts = raised(outcomes, ServerUnreachableError)
+    assert all(servers[0].address in text and "Restart the job" in text for text in texts)

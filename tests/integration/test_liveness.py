@@ -138,3 +138,13 @@ def test_a_stopped_process_is_still_found_by_its_silence_and_the_error_says_that
     [text] = raised([pair.round().outcome(LIMIT)], kind)
     assert "its process is paused" in text
     stopped.signal(signal.SIGCONT)
+
+
+def test_who_comes_to_a_barrier_after_a_worker_has_died_is_told_as_well(
+    processes: Processes, pair_of: Callable[..., Pair]
+) -> None:
+    pair = pair_of(processes.servers(1, *PATIENT), "", timeout=FOREVER, dead_after=FOREVER)
+    pair.worker.signal(signal.SIGKILL)
+    pair.worker.end()
+    [text] = raised([Call(pair.store.barrier).outcome()], WorkerLostError)
+    assert "the process of rank 1" in text

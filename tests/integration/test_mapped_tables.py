@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvtrainer
-from kvtrainer.errors import ServerUnreachableError
+from kvtrainer.errors import RowIdError, ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.drawn_workers import on_two
 from tests.support.limits import DEAD_AFTER
@@ -164,3 +164,18 @@ def test_rows_can_be_read_after_a_server_was_killed_and_the_next_step_says_so(
     assert torch.equal(worker.tables[0].row_sparse_data(ids).detach(), before)
     with pytest.raises(ServerUnreachableError):
         worker.train()
+
+
+def test_ids_that_a_table_has_not_are_refused(processes: Processes, members: Members) -> None:
+    def ask(worker: Worker) -> list[str]:
+        worker.train()
+        texts = []
+        for wrong in (SIZES[0], -1):
+            with pytest.raises(RowIdError) as raised:
+                worker.tables[0].row_sparse_data([0, wrong])
+            texts.append(str(raised.value))
+        return texts
+
+    for high, low in on_two(members, processes.servers(1), Worker, ask):
+        assert str(SIZES[0]) in high
+        assert "-1" in low

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 import kvtrainer
 from kvtrainer.client import session
 from kvtrainer.client.connection import Connection
+from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
+from tests.support.faulty_worker import Training
+from tests.support.limits import LIMIT, SOON
 from tests.support.lossy import LossyProxy
-from tests.support.processes import Members, new_name, together
+from tests.support.processes import Members, impatient, new_name, raised, together
 from tests.support.stores import Servers
 
 MODES = ["dist_sync", "dist_async", "dist_ssp"]
@@ -92,3 +96,23 @@ def test_slices_that_are_applied_one_by_one_count_once_although_messages_get_los
 
     assert in_job(proxies, "dist_sync", body) == [[-3.0 * sum(range(1, 9))]] * 2
     assert bool(share) == (sum(proxy.lost for proxy in proxies) > 0)
+
+
+def test_a_network_that_loses_everything_is_an_unreachable_server(
+    network: Callable[[float], list[LossyProxy]],
+) -> None:
+    proxies = network(0.0)
+    together_now = threading.Barrier(2, timeout=LIMIT)
+
+    def body(kv: DistKVStore, rank: int) -> None:
+        training = Training(kv, with_trainer=False)
+        training.step()
+        together_now.wait()
+        for proxy in proxies:
+            proxy.loss = 1.0
+        with impatient(kv, dead_after=SOON):
+            training.step()
+
+    for text in raised(in_job(proxies, "dist_sync", body), ServerUnreachableError):
+        assert any(proxy.address in text for proxy in proxies)
+    assert all(proxy.lost for proxy in proxies)

@@ -32,7 +32,7 @@ from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.drawn_workers import DrawnWorker, are_equal, on_two
 from tests.support.limits import DEAD_AFTER, LIMIT
-from tests.support.processes import Members, Process, Processes, new_name
+from tests.support.processes import Members, Process, Processes, eventually, new_name
 from tests.support.stores import Servers
 
 SHAPES = ((1200, 333), (5,), (64, 4096), (512, 700))
@@ -633,3 +633,22 @@ def test_no_gradient_is_allocated_on_servers_that_apply_each_as_it_comes(
         trainer.step()
     assert trainer._pipeline.memory.devices[0].tracker.grad_allocators == {}
     assert set(parameter.view(-1).tolist()) == {-1.5}
+
+
+def test_servers_give_back_what_they_shared_with_a_worker_that_was_killed(processes: Processes) -> None:
+    servers = processes.servers(2)
+    script = """
+import kvtrainer
+w = torch.nn.Parameter(torch.zeros(1024, 4096))
+trainer = kvtrainer.Trainer([w], "sgd", {"learning_rate": 0.1}, kvstore=kv)
+for _ in range(3):
+    w.sum().backward()
+    trainer.step()
+at("ready")
+"""
+    worker = processes.worker(script, servers, 0, 1, new_name())
+    assert worker.line() == "ready"
+    tables = 2 * 16 * MIB
+    assert memory_of(servers) >= tables + 2 * (8 + 8) * MIB  # channels, and gradients
+    worker.signal(signal.SIGKILL)
+    assert eventually(lambda: memory_of(servers) < tables + MIB)

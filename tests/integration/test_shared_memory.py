@@ -301,3 +301,16 @@ def test_a_worker_that_cannot_share_memory_says_why(
             store.init("w", torch.ones(3))
             assert channels_of(store) == {}
             assert ["another user" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_the_memory_of_a_worker_that_was_killed_is_given_back(processes: Processes) -> None:
+    [server] = processes.servers(1)
+    mapped = Path(f"/proc/{server.pid}/maps")
+    assert mapped.read_text().count("memfd:kvstore (") == 0
+    worker = processes.worker(
+        "kv.init('w', torch.zeros(3_000_000))\nat('ready')\n", [server], 0, 1, new_name()
+    )
+    assert worker.line() == "ready"
+    assert mapped.read_text().count("memfd:kvstore (") >= 2
+    worker.signal(signal.SIGKILL)
+    assert eventually(lambda: mapped.read_text().count("memfd:kvstore (") == 0)

@@ -361,3 +361,14 @@ def _bodies() -> list[m.RequestBody]:
         m.Leave("bye", True),
         m.Stats(),
     ]
+
+
+def test_requests_without_a_session_are_refused_whatever_they_ask(
+    server: Process, peer: zmq.Socket[bytes]
+) -> None:
+    for body in _bodies()[1:]:
+        peer.send_multipart(encode(m.Request(run=1, session=1, number=5, body=body)))
+        reply = m.Reply(*decode(_answer_of(peer))[2:])
+        assert reply.number == 5
+        assert isinstance(reply.body, m.Failed)
+        assert reply.body.code == "ServerLostState"

@@ -14,6 +14,7 @@ import multiprocessing
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,15 @@ import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.transport import pages
 from kvtrainer.client import shared_weights
+from kvtrainer.client.session import Session
 from kvtrainer.common.env import TRANSPORT
-from kvtrainer.errors import OptimizerError, ParameterMovedError, ServerUnreachableError, WeightsWrittenError
+from kvtrainer.errors import (
+    KVStoreError,
+    OptimizerError,
+    ParameterMovedError,
+    ServerUnreachableError,
+    WeightsWrittenError,
+)
 from kvtrainer.kvstore import DistKVStore
 from tests.integration.raising_optimizer import RaisesOnHugeMeans
 from tests.support.drawn_workers import DrawnWorker, on_two
@@ -385,3 +393,23 @@ def test_a_round_that_servers_take_back_leaves_whole_weights_and_the_error_says_
         assert "nothing was applied" in text
         assert "two rounds" not in text
         assert is_unchanged
+
+
+def test_a_step_that_was_interrupted_when_servers_had_made_it_is_not_made_once_more(
+    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
+    worker.steps(2)
+    real, interrupted = Session.wait, list[bool]()
+
+    def wait(*args: Any, **options: Any) -> bool:
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    monkeypatch.setattr(Session, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        worker.steps()
+    with pytest.raises(KVStoreError):
+        worker.steps()
