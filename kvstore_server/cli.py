@@ -44,6 +44,8 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0"),
     ("--num-servers", "KVSTORE_NUM_SERVERS", 1, int, "how many servers the job has"),
     ("--dead-after", "KVSTORE_DEAD_AFTER", 60.0, float, "seconds of silence after which a worker counts as lost"),
+    ("--rejoin-timeout", "KVSTORE_REJOIN_TIMEOUT", EngineConfig.rejoin_timeout, float,
+     "seconds that workers wait for a process that takes over the rank of one that died and called Trainer.resume"),
     ("--slow-after", "KVSTORE_SLOW_AFTER", SLOW_AFTER, float, "seconds of waiting for a worker until the log names it"),
     ("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM"),
     ("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest table, over all servers, that is accepted"),

@@ -254,7 +254,9 @@ class Engine:
             if space.is_waiting():
                 out += self._fail_hopeless(space, now)
             silence = now - space.membership.last_heartbeat(now)
-            if silence > min(self.config.forget_after, self.config.dead_after):
+            if silence > self.config.rejoin_timeout and space.membership.is_over(now, self.config.dead_after):
+                self._end(space)  # all workers have failed, and none came back
+            elif silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
         return out
 
@@ -399,7 +401,9 @@ class Engine:
             some = space.batch_of(some.tables[verdicts == CommitStatus.ACCEPTED])
             out += self._answer_others(sender, tracker, commits, verdicts, body)
         space.log_rounds("committed", tracker, some.named, rank)
-        # 3. Store what the rank said with them: keys it leaves out, hyper-parameters.
+        # 3. Store what the rank said with them: keys it leaves out, hyper-parameters, what its successor gets.
+        if body.client_state:
+            space.keep_client_state(rank, some.named, body.client_state)
         for table in some.named if body.absent or body.hyper else ():
             left_out = frozenset(key for number, key in body.absent if number == table.number)
             if left_out:
@@ -835,11 +839,11 @@ class Engine:
             return told
         if isinstance(table, int):
             return _make_info(sender, {"keys": table})
-        slot, following = (
-            int(space.rounds.slots.first[table.number]),
-            space.rounds.next_round(sender.rank, table.number),
-        )
-        return _make_reply(sender.waiter, m.Registered(table.number, slot, following))
+        slot, number = int(space.rounds.slots.first[table.number]), table.number
+        following = space.rounds.next_round(sender.rank, number)
+        has_committed = shared.has_committed(sender.rank, number)
+        state = space.client_states.get((number, sender.rank), b"")
+        return _make_reply(sender.waiter, m.Registered(number, slot, following, has_committed, state))
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
         # A pipelined round was begun with the former optimizer.
@@ -907,7 +911,7 @@ class Engine:
             self.namespaces[hello.namespace] = space
             space.begin()
         self._sessions.open(session)
-        if replaced is not None:
+        if replaced is not None and not replaced.has_left:
             self._fence(
                 replaced.token,
                 f"rank {hello.rank} was taken over by {hello.address}; if that is another job on the same servers, "
@@ -955,7 +959,7 @@ class Engine:
         _log.warning(
             "namespace %r is freed: none of its workers was heard from for %.0f s", space.name, silence
         )
-        for member in space.membership.members.values():
+        for member in [one for one in space.membership.members.values() if not one.has_left]:
             self._fence(
                 member.token,
                 f"no worker of namespace {space.name!r} was heard from for {silence:.0f} s, so it was freed "
@@ -976,10 +980,10 @@ class Engine:
         space, rank = sender.space, sender.rank
         # First the session, so that no later message of it counts; then the rounds that still need the rank.
         self._fence(sender.session, "it has left")
-        space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean)
+        space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean, sender.now)
         space.end_process(rank, leave.is_clean)
         pipelined.roll_back_broken(space)
-        if space.membership.is_over():
+        if space.membership.is_over(sender.now, self.config.dead_after):
             self._end(space)
             return []
         return self._fail_hopeless(space, sender.now)
@@ -1074,6 +1078,8 @@ def _answer_pull(
     space: Namespace, rank: int, waiter: Waiter, wanted: m.Pull | m.PullRows, numbers: Sequence[int]
 ) -> list[m.Outgoing]:
     try:
+        if isinstance(wanted, m.Pull) and wanted.round >= 0:
+            space.check_is_before(wanted.round, numbers)
         if isinstance(wanted, m.PullRows):
             found = [
                 space.rows(rank, table, [table.pulled_part(wanted)], is_pull=True)
@@ -1086,7 +1092,7 @@ def _answer_pull(
             found = [space.weights(some, rank, is_pull=True)] if plain else []
             changed = [table for table in tables if table.deltas is not None]
             found += [space.rows(rank, table, table.changed_parts(-1), is_pull=True) for table in changed]
-    except ProtocolError as error:
+    except KVStoreError as error:
         return [_make_failed(waiter, error)]
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body)) for body in found]
 

@@ -63,6 +63,8 @@ class RankSession:
     """How the process ended, if known."""
     is_logged: bool = False
     """True once the log says that the process is dead."""
+    has_left: bool = False
+    """True once the process has left because it failed, while a successor is awaited."""
 
     def __repr__(self) -> str:
         hello, ended = self.hello, f", {self.how_ended}" if self.how_ended else ""
@@ -184,12 +186,22 @@ class Membership:
     Args:
         awaits_successors: A new process may take over a rank whose process is dead and continue with its weights, so
             the others wait for it as long as for a silent one.
+        rejoin_timeout: Seconds that the others wait for the successor of a `resumable` rank.
     """
 
-    def __init__(self, namespace: str, num_workers: int, awaits_successors: bool = False) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        num_workers: int,
+        awaits_successors: bool = False,
+        rejoin_timeout: float = 0.0,
+    ) -> None:
         self.namespace = namespace
         self.num_workers = num_workers
         self._awaits_successors = awaits_successors
+        self.rejoin_timeout = rejoin_timeout
+        self.resumable: set[int] = set()
+        """The ranks whose commits bring a `client_state`: another process can continue where they end."""
         self.members: dict[int, RankSession] = {}
         self.departed: dict[int, str] = {}
         """Rank → why it left."""
@@ -228,27 +240,46 @@ class Membership:
         if rank not in self.members and 0 <= rank < self.num_workers:
             self.departed[rank] = reason
 
-    def leave(self, rank: int, reason: str, is_clean: bool) -> None:
-        """Remove a rank that leaves; ranks that still need it are told the reason."""
-        self.members.pop(rank, None)
+    def leave(self, rank: int, reason: str, is_clean: bool, now: float) -> None:
+        """Remove a rank that leaves; ranks that still need it are told the reason.
+
+        A resumable rank that fails stays as one whose process has ended, because a successor may come.
+        """
         self.barrier.pop(rank, None)
+        if rank in self.resumable and not is_clean and self.rejoin_timeout > 0:
+            member = self.members[rank]
+            member.state, member.seen_at = ProcessState.ENDED, now
+            member.how_ended, member.is_logged, member.has_left = f"has failed: {reason}", True, True
+            return
+        self.members.pop(rank, None)
         self.departed[rank] = reason
         (self.finished if is_clean else self.failed).add(rank)
 
-    def is_over(self) -> bool:
-        return not self.members
+    def is_over(self, now: float, dead_after: float) -> bool:
+        """Return whether no member is left, except those that failed and whose successors are not awaited any more."""
+        lost = set(self.lost(now, dead_after))
+        return all(rank in lost and self.members[rank].has_left for rank in self.members)
 
     def last_heartbeat(self, now: float) -> float:
         """Return when any member was last heard or seen running; `now` without members."""
         return max([member.last_heartbeat for member in self.members.values()], default=now)
 
     def lost(self, now: float, dead_after: float) -> list[int]:
-        """Return the members that others no longer wait for: dead, or silent for `dead_after` seconds."""
-        return [
-            rank
-            for rank, m in sorted(self.members.items())
-            if now - m.last_heartbeat > dead_after or (m.is_dead(now) and not self._awaits_successors)
-        ]
+        """Return the members that others no longer wait for: dead, or silent for `dead_after` seconds.
+
+        A resumable rank gets `rejoin_timeout` seconds more for its successor to come.
+        """
+        found = []
+        for rank, member in sorted(self.members.items()):
+            silence = now - member.last_heartbeat
+            is_dead = member.is_dead(now) and not self._awaits_successors
+            if rank in self.resumable:
+                is_lost = silence > self.rejoin_timeout + (0 if is_dead else dead_after)
+            else:
+                is_lost = is_dead or silence > dead_after
+            if is_lost:
+                found.append(rank)
+        return found
 
     def num_dead(self, now: float, dead_after: float) -> int:
         """Return how many ranks connected and then failed, died or fell silent."""
@@ -286,9 +317,10 @@ class Membership:
     def _lost_error(self, rank: int, what: str, now: float, dead_after: float) -> WorkerLostError:
         state = self.members[rank].state
         if state is ProcessState.ENDED:
+            since = f", and no process has taken its rank over within {self.rejoin_timeout:g} s (--rejoin-timeout)"
             return WorkerLostError(
-                f"{what} cannot complete: {self.describe(rank, now)}. Look for its own last error message, and restart "
-                "the job from its last saved states"
+                f"{what} cannot complete: {self.describe(rank, now)}{since if rank in self.resumable else ''}. Look "
+                "for its own last error message, and restart the job from its last saved states"
             )
         may_be = (
             ". If it was in one long call in C that holds Python's interpreter lock (GIL), raise KVSTORE_DEAD_AFTER "
@@ -347,7 +379,9 @@ class Membership:
         member = self.members.get(rank)
         if member is not None and member.state is ProcessState.ENDED:
             how = member.how_ended or "has ended without giving a reason"
-            return f"the process of rank {rank} ({member.hello.address}) {how}"
+            left = self.rejoin_timeout - (now - member.last_heartbeat) if rank in self.resumable else 0
+            awaited = f", and its successor is awaited for {left:.0f} s more" if left > 0 else ""
+            return f"the process of rank {rank} ({member.hello.address}) {how}{awaited}"
         if member is not None:
             heard = f"rank {rank} ({member.hello.address}) was last heard {now - member.last_heard:.1f} s ago"
             return heard + _SEEN.get(member.state, "")

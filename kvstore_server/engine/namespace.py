@@ -55,6 +55,7 @@ from kvstore_server.errors import (
     PlanMismatchError,
     ProtocolError,
     ShapeMismatchError,
+    WorkerLostError,
     describe,
 )
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
@@ -80,6 +81,8 @@ class EngineConfig:
         num_servers: The number of servers of the job.
         run: A non-zero number that identifies this server process.
         dead_after: Seconds of silence after which a worker counts as lost.
+        rejoin_timeout: Seconds that the others wait for a process that takes over the rank of a lost worker, if that
+            worker's commits brought a `client_state`.
         slow_after: Seconds that a rank waits for others before the wait is logged.
         capability: Instruction set of this CPU. Workers with another one are refused, because their results differ in
             bits.
@@ -98,6 +101,7 @@ class EngineConfig:
     num_servers: int = 1
     run: int = 1
     dead_after: float = 20.0
+    rejoin_timeout: float = 60.0
     slow_after: float = SLOW_AFTER
     capability: str = ""
     allow_mixed_cpu: bool = False
@@ -166,7 +170,7 @@ class Namespace:
         self.created_at = now
         self.mode = mode
         self.config = config
-        self.membership = Membership(name, num_workers, awaits_successors=not mode.is_sync)
+        self.membership = Membership(name, num_workers, not mode.is_sync, config.rejoin_timeout)
         self.rounds = NamespaceRounds(num_workers, mode)
         self.waits = Waits(self.rounds)
         self.optimizer = AgreedOptimizer(mode.is_sync)
@@ -185,6 +189,8 @@ class Namespace:
         """By table number."""
         self.absent: dict[tuple[int, int], frozenset[int]] = {}
         """(table, rank) → the keys that the rank leaves out of the open round."""
+        self.client_states: dict[tuple[int, int], bytes] = {}
+        """(table, rank) → the `client_state` of the rank's latest commit with one."""
         self._dtypes: list[torch.dtype] = []
         """The dtype of each slot."""
         self._is_resident: list[bool] = []
@@ -417,6 +423,15 @@ class Namespace:
             )
         if len(set(named)) < len(named):
             raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")
+
+    def keep_client_state(self, rank: int, tables: Sequence[Table], state: bytes) -> None:
+        """Store what the successor of a rank gets. Raises ConfigurationError if there is no memory for it."""
+        for table in tables:
+            former = len(self.client_states.get((table.number, rank), b""))
+            if len(state) > former:
+                self.claim(len(state) - former, f"what the successor of rank {rank} gets")
+            self.client_states[table.number, rank] = state
+        self.membership.resumable.add(rank)
 
     def begin_process(self, rank: int) -> None:
         """Drop what a rank had not committed, because a new process takes it over."""
@@ -668,6 +683,17 @@ class Namespace:
             else:
                 table.record_contribution(ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
+
+    def check_is_before(self, round_: int, tables: Iterable[int]) -> None:
+        """Raise WorkerLostError unless the weights of some tables are those with which a round began."""
+        late = [number for number in tables if self.rounds.shared.number(number) != round_]
+        if late:
+            number = late[0]
+            raise WorkerLostError(
+                f"round {round_} of {self.tables[number].name!r} cannot be repeated on server {self.config.server}, "
+                f"where round {self.rounds.shared.number(number)} is open: a process that committed it to some of the "
+                "servers has died. Restart the job from its last saved states"
+            )
 
     def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
         """Return weights for ranks that map them: places, or bytes. `are_known`: they know all places."""

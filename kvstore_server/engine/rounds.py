@@ -14,7 +14,7 @@ can never complete a round alone. The state of a rank in the open round of a tab
     given              commit that discards eager slices            given, without slices of generation 0
     given              another process takes the rank over          given nothing
     committed          slice, commit                                committed (repeated, no effect)
-    committed          another process takes the rank over          committed, and the answer is dropped
+    committed          another process takes the rank over          committed; it is answered if it commits again
 
 The state of a table's round:
 
@@ -76,6 +76,8 @@ _BUFFER, _BUFFERS = 1 << 40, 1 << 22
 """Buffers are this far apart in the space of offsets, in bytes (more than any buffer has); and how many are told
 apart.
 """
+_ANSWER = m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.MAPS_WEIGHTS | m.PLACES_CACHED
+"""Commit flags that only say how the rank wants to be answered."""
 _SPECIAL = ~(
     m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.DISCARD_EAGER | m.MAPS_WEIGHTS | m.PLACES_CACHED
 )
@@ -575,9 +577,14 @@ class RoundTracker:
                 table for table, one in zip(waiting, of_each, strict=True) if one <= CommitStatus.REPEATED
             ]
             tables, _, _, _, versions, flags = commits[verdicts == CommitStatus.ACCEPTED].T
-        # 4. Record the commits. A repeated one only replaces the request that is answered.
+        # 4. Record the commits. A repeated one only replaces the request that is answered, and how it is answered: it
+        # may come from a process that has taken the rank over.
         for table in waiting:
             inputs.waiters[table] = waiter
+        if verdicts is not None and len(waiting) > len(fresh):
+            repeated = commits[verdicts == CommitStatus.REPEATED]
+            stored = inputs.flags[repeated[:, 0]] & ~_ANSWER
+            inputs.flags[repeated[:, 0]] = stored | (repeated[:, 5] & _ANSWER)
         is_plain = not (body.hold or any_flags & _SPECIAL)
         info = CommitInfo(body.rescale, body.timeout, body.hold, is_plain, now)
         for table in fresh:

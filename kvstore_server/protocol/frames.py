@@ -4,8 +4,8 @@
     body         control kinds: one msgpack list (`control`); data kinds as below, in 64-bit numbers
 
     contribute   numbers of pushes and commits, rescale, timeout, hold; the matrix of pushes; that of commits
-                 then, unless all are empty, msgpack [form, hyper-parameters, absent keys] | the payloads
-    pull         timeout; the numbers of the tables
+                 then, unless all are empty, msgpack [form, hyper-parameters, absent keys, client state] | the payloads
+    pull         timeout, round; the numbers of the tables
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
     weights      number of places; the matrix of places; that of parts | the payloads
@@ -360,8 +360,8 @@ def _freeze_value(value: Any) -> Any:
 def _encode_contribute(body: m.Contribute) -> list[bytes]:
     rescale = math.nan if body.rescale is None else body.rescale
     head = _CONTRIBUTE.pack(len(body.pushes), len(body.commits), rescale, body.timeout, body.hold)
-    has_extra = body.form or body.hyper or body.absent
-    extra = pack_control([body.form, body.hyper, body.absent]) if has_extra else b""
+    has_extra = body.form or body.hyper or body.absent or body.client_state
+    extra = pack_control([body.form, body.hyper, body.absent, body.client_state]) if has_extra else b""
     return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes(), extra))]
 
 
@@ -387,18 +387,20 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
     payload, factor = _read_payload(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
-    form, hyper, absent = _decode_extra(body[size:]) if nbytes > size else (b"", b"", ())
-    return m.Contribute(pushes, (payload,), commits, form, hyper, absent, factor, timeout, hold)
+    form, hyper, absent, state = _decode_extra(body[size:]) if nbytes > size else (b"", b"", (), b"")
+    return m.Contribute(pushes, (payload,), commits, form, hyper, absent, factor, timeout, hold, state)
 
 
-def _decode_extra(packed: memoryview) -> tuple[bytes, bytes, tuple[tuple[int, int], ...]]:
+def _decode_extra(packed: memoryview) -> tuple[bytes, bytes, tuple[tuple[int, int], ...], bytes]:
     extra = unpack_control(packed)
-    if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list]):
-        raise ProtocolError("a contribution must name [form, hyper-parameters, absent keys]")
-    form, hyper, absent = extra
+    if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list, bytes]):
+        raise ProtocolError("a contribution must name [form, hyper-parameters, absent keys, client state]")
+    form, hyper, absent, state = extra
+    if len(state) > m.MAX_CLIENT_STATE:
+        raise ProtocolError(f"a client state has {len(state)} bytes; up to {m.MAX_CLIENT_STATE} are allowed")
     if not all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in absent):
         raise ProtocolError("the absent keys of a commit must be a list of (table, key)")
-    return form, hyper, tuple([(table, key) for table, key in absent])
+    return form, hyper, tuple([(table, key) for table, key in absent]), state
 
 
 def _encode_resolve(resolve: m.Resolve) -> list[bytes]:
@@ -451,17 +453,19 @@ def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
 
 
 def _encode_pull(pull: m.Pull) -> list[bytes]:
-    return [struct.pack(f"<d{len(pull.tables)}q", pull.timeout, *pull.tables)]
+    return [struct.pack(f"<d{1 + len(pull.tables)}q", pull.timeout, pull.round, *pull.tables)]
 
 
 def _decode_pull(frames: Sequence[Frame]) -> m.Pull:
     body = memoryview(frames[0])
-    if not body or len(body) % _WORD.itemsize:
-        raise ProtocolError(f"a pull of {len(body)} bytes is not a timeout and a whole number of tables")
-    timeout, *tables = struct.unpack(f"<d{len(body) // _WORD.itemsize - 1}q", body)
+    if len(body) < 2 * _WORD.itemsize or len(body) % _WORD.itemsize:
+        raise ProtocolError(
+            f"a pull of {len(body)} bytes is not a timeout, a round and whole numbers of tables"
+        )
+    timeout, number, *tables = struct.unpack(f"<d{len(body) // _WORD.itemsize - 1}q", body)
     if not math.isfinite(timeout):
         raise ProtocolError(f"a pull has timeout {timeout}; it must be finite")
-    return m.Pull(tuple(tables), timeout)
+    return m.Pull(tuple(tables), timeout, number)
 
 
 def _encode_state(state: m.SliceState) -> list[Frame]:

@@ -41,6 +41,8 @@ SECRET_BYTES = 16
 """Length of a routing id and of a nonce."""
 MAX_SOCKETS = 8
 """The most sockets of one session."""
+MAX_CLIENT_STATE = 64 << 10
+"""The most bytes of a `client_state`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,8 @@ class Contribute:
     """Seconds that this rank waits for the others."""
     hold: float = 0.0
     """Above 0: hold the sums and send their partial norms of this type, until a Resolve decides."""
+    client_state: bytes = b""
+    """What a process that takes this rank over needs to continue after these rounds, up to `MAX_CLIENT_STATE` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +218,8 @@ class Pull:
     tables: tuple[int, ...]
     timeout: float = 600.0
     """Seconds to wait for ranks that are too far behind, with "ssp"."""
+    round: int = -1
+    """The weights as they were when this round began, for a process that repeats it; -1: the present ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +364,8 @@ class Welcome:
     session: int
     spread_from: int = 0
     """See `EngineConfig`; the smallest of all servers counts."""
+    restart_timeout: float = 0.0
+    """Seconds that a worker waits for this server to be restarted with its state; 0: its state ends with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +379,10 @@ class Registered:
     slot: int
     """The number of the table's first slice on this server; the others follow in the order of the plan."""
     next_round: int
+    has_committed: bool = False
+    """Whether a former process of this rank has committed that round, which is open."""
+    client_state: bytes = b""
+    """What the rank's latest commit with a `client_state` brought; empty if there was none."""
 
 
 WHOLE, ROWS, VALUES, HALF, DELTA = range(5)

@@ -251,7 +251,7 @@ class SyncModel(Model):
         """Rank → slot → highest generation that its present process delivered for the open round."""
         self.committed: dict[int, RankInputs] = {}
         self.waiting: dict[int, To] = {}
-        """Rank → the request that is to be answered: as was committed, whoever asks again."""
+        """Rank → the request that is to be answered, in the form that it asks for."""
         self.deadline = float("inf")
         self.codecs: dict[int, bytes] = {}
         """Rank → how its slices are compressed; empty where they are not."""
@@ -370,7 +370,9 @@ class SyncModel(Model):
             )
         if rank in self.committed:
             self._seen["repeated"] += 1
-            self.waiting[rank] = commit.to
+            self.waiting[rank], former = commit.to, self.committed[rank]
+            flags = former.flags & ~m.WANTS_WEIGHTS | commit.flags & m.WANTS_WEIGHTS
+            self.committed[rank] = former._replace(commit=former.commit._replace(flags=flags))
             held = [m.Held(self.table, self.open, self.partials[self.open], True)] if self.is_held else []
             return [(commit.to, held if held and commit.said.hold else [m.Pending(())])]
         arrived = self.arrived[rank] = commit.without_former(self.arrived.get(rank, {}))

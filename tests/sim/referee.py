@@ -149,7 +149,8 @@ class Referee:
             return model.read(rank, to, body, now)
         if isinstance(body, m.Register):
             model = self.models["ab".index(body.table)]
-            return [(to, [m.Registered(model.table, model.slots[0], model.next_round(rank))])]
+            has_committed = isinstance(model, SyncModel) and rank in model.committed
+            return [(to, [m.Registered(model.table, model.slots[0], model.next_round(rank), has_committed)])]
         if isinstance(body, m.Leave):
             del self._members.current[rank], self._members.heard[rank]
             (self._members.done if body.is_clean else self._members.left).add(rank)

@@ -66,7 +66,7 @@ def test_a_rank_out_of_range_is_refused(rank: int) -> None:
 
 def test_the_error_of_a_departed_rank_names_it_and_its_reason() -> None:
     members = joined(0, 1)
-    members.leave(1, "ValueError: nan", is_clean=False)
+    members.leave(1, "ValueError: nan", is_clean=False, now=0.0)
     error = members.lost_error([1], "round 4 of 'w'", 1.0, DEAD_AFTER)
     assert isinstance(error, WorkerLostError)
     assert str(error) == (
@@ -80,7 +80,7 @@ def test_the_error_of_a_rank_that_has_left_because_it_lost_a_server_is_that_of_t
     kind: type[KVStoreError],
 ) -> None:
     members = joined(0, 1)
-    members.leave(1, describe(kind("server 2 has not answered")), is_clean=False)
+    members.leave(1, describe(kind("server 2 has not answered")), is_clean=False, now=0.0)
     error = members.lost_error([1], "round 4 of 'w'", 1.0, DEAD_AFTER)
     assert type(error) is kind
     assert "server 2 has not answered" in str(error)
@@ -89,12 +89,12 @@ def test_the_error_of_a_rank_that_has_left_because_it_lost_a_server_is_that_of_t
 def test_only_where_a_rank_was_done_before_the_others_its_error_speaks_of_joining() -> None:
     members = joined(1, 2)
     members.refuse(0, "it was refused")
-    members.leave(1, "nan", is_clean=False)
-    members.leave(2, "it closed its kvstore", is_clean=True)
+    members.leave(1, "nan", is_clean=False, now=0.0)
+    members.leave(2, "it closed its kvstore", is_clean=True, now=0.0)
     texts = {rank: str(members.lost_error([rank], "round 4", 1.0, DEAD_AFTER)) for rank in (0, 1, 2)}
     assert {rank: "trainer.join()" in text for rank, text in texts.items()} == {0: False, 1: False, 2: True}
     members.join(session_of(2, token=9, now=1.0))
-    members.leave(2, "nan", is_clean=False)
+    members.leave(2, "nan", is_clean=False, now=0.0)
     assert "trainer.join()" not in str(members.lost_error([2], "round 4", 1.0, DEAD_AFTER))
 
 

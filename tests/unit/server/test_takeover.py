@@ -1,0 +1,131 @@
+"""Engines: a process that takes over the rank of one that died, and what the others wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
+from kvstore_server.protocol import messages as m
+from tests.support.engines import EngineJob as Job
+
+STATE = b"cursor 7"
+REJOIN = 60.0
+
+
+def codes(told: Sequence[m.ReplyBody]) -> list[str]:
+    return [body.code for body in told if isinstance(body, m.Failed)]
+
+
+def kinds(told: Sequence[m.ReplyBody]) -> list[type]:
+    return [type(body) for body in told]
+
+
+def one_round(job: Job, round_: int, state: bytes = STATE) -> None:
+    for rank in range(job.workers):
+        job.commit(rank, round_, 1.0, client_state=state)
+
+
+def test_a_successor_is_told_the_open_round_and_what_the_last_commit_of_its_rank_brought() -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    assert job.hello(1) == m.Registered(0, 0, 2, False, STATE)
+
+
+def test_a_commit_of_the_predecessor_counts_and_the_successor_is_told_so() -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    job.commit(1, 2, 5.0, client_state=b"later")
+    assert job.hello(1) == m.Registered(0, 0, 2, True, b"later")
+    job.commit(0, 2, 3.0)
+    assert job.total == [2.0 + 8.0]
+
+
+def test_what_the_predecessor_gave_without_a_commit_is_dropped() -> None:
+    job = Job(2, SYNCHRONOUS)
+    job.push(1, 1, 100.0)
+    job.hello(1)
+    job.commit(1, 1, 2.0)
+    job.commit(0, 1, 3.0)
+    assert job.total == [5.0]
+
+
+def test_a_successor_that_commits_the_open_round_again_gets_its_answer_in_its_own_form() -> None:
+    job = Job(2, SYNCHRONOUS)
+    job.commit(1, 1, 5.0, flags=m.MAPS_WEIGHTS | m.WANTS_WEIGHTS)
+    job.hello(1)
+    assert kinds(job.commit(1, 1, flags=m.WANTS_WEIGHTS, number=900)) == [m.Pending]
+    job.commit(0, 1, 3.0)
+    [weights] = [body for body in job.replies[1, 900] if isinstance(body, m.Weights)]
+    assert weights.payloads[0][:8].tolist() == [8.0] * 8
+
+
+def test_a_round_that_has_ended_is_answered_as_to_the_predecessor() -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    job.hello(1)
+    assert kinds(job.commit(1, 1, flags=m.WANTS_WEIGHTS)) == [m.Weights]
+
+
+def test_others_wait_for_the_successor_of_a_resumable_rank_as_long_as_the_timeout_says() -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    job.commit(0, 2, 3.0, number=77, timeout=1e6)
+    job.leave(1, is_clean=False)
+    assert job.tick(REJOIN - 1.0, alive=(0,)) == {}
+    assert codes(job.tick(2.0, alive=(0,))[0, 77]) == ["WorkerLostError"]
+
+
+def test_a_rank_that_has_no_client_state_is_not_waited_for() -> None:
+    job = Job(2, SYNCHRONOUS)
+    job.commit(0, 1, 3.0, number=77)
+    told = job.leave(1, is_clean=False)
+    assert codes(told[0, 77]) == ["WorkerLostError"]
+
+
+def test_a_silent_resumable_rank_is_waited_for_beyond_the_time_after_which_it_counts_as_dead() -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    job.commit(0, 2, 3.0, number=77, timeout=1e6)
+    assert job.tick(20.0 + REJOIN - 1.0, alive=(0,)) == {}
+    assert codes(job.tick(2.0, alive=(0,))[0, 77]) == ["WorkerLostError"]
+
+
+def test_a_successor_that_comes_in_time_completes_the_round_that_the_others_wait_in() -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    job.commit(0, 2, 3.0, number=77, timeout=1e6)
+    job.leave(1, is_clean=False)
+    job.tick(REJOIN / 2, alive=(0,))
+    job.hello(1)
+    job.commit(1, 2, 4.0)
+    assert kinds(job.replies[0, 77]) == [m.Done]
+    assert job.total == [9.0]
+
+
+def test_a_namespace_whose_workers_have_all_failed_ends_when_none_of_them_came_back() -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    for rank in range(2):
+        job.leave(rank, is_clean=False)
+    assert list(job.engine.namespaces) == ["j"]
+    job.tick(REJOIN + 1.0, alive=())
+    assert list(job.engine.namespaces) == []
+    assert job.engine.budget.used == 0
+
+
+@pytest.mark.parametrize("round_", [1, 3])
+def test_weights_before_another_round_than_the_open_one_are_refused(round_: int) -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    assert codes(job.ask(0, m.Pull((0,), 30.0, round_))) == ["WorkerLostError"]
+    assert kinds(job.ask(0, m.Pull((0,), 30.0, 2))) == [m.Weights]
+
+
+def test_asynchronous_contributions_keep_the_state_of_their_rank() -> None:
+    job = Job(2, Mode("async"))
+    job.commit(1, 1, 5.0, client_state=STATE)
+    told = job.hello(1)
+    assert isinstance(told, m.Registered)
+    assert told.client_state == STATE
