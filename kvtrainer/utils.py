@@ -1,11 +1,12 @@
-"""Gluon's helpers for a training loop: split a batch over devices, and clip by the global norm."""
+"""Helpers for a training loop: split a batch over devices, clip by the global norm, random states as plain values."""
 
 from __future__ import annotations
 
 import math
+import random
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Literal, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -188,3 +189,54 @@ def _stable_norm(flat: Tensor) -> Tensor:
         flat = flat / scale
     norm: Tensor = vector_norm(flat, dtype=torch.float64)
     return norm * scale
+
+
+def get_random_state() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's global random generators, CUDA included, as plain values.
+
+    About 8 KiB, and 16 bytes more for each CUDA device; for `Trainer.client_state`, with `set_random_state`.
+    """
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return {
+        "python": [version, np.array(internal, np.uint32).tobytes(), gauss],
+        "numpy": [
+            str(name),
+            np.asarray(keys, np.uint32).tobytes(),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "cuda": [state.numpy().tobytes() for state in devices],
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what `get_random_state` returned.
+
+    Raises:
+        ConfigurationError: This is something else, or of another number of CUDA devices; nothing has changed then.
+    """
+    try:
+        version, internal, gauss = state["python"]
+        name, keys, position, has_gauss, cached = state["numpy"]
+        python = (int(version), tuple(np.frombuffer(internal, np.uint32).tolist()), gauss)
+        numpy = (str(name), np.frombuffer(keys, np.uint32), int(position), int(has_gauss), float(cached))
+        cpu, *devices = [
+            torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in (state["torch"], *state["cuda"])
+        ]
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy)
+        torch.Generator().set_state(cpu)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"this is not what get_random_state() returns: {error}") from None
+    count = torch.cuda.device_count() if devices else 0
+    if len(devices) != count:
+        raise ConfigurationError(f"the state has {len(devices)} CUDA devices, this process has {count}")
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if devices:
+        torch.cuda.set_rng_state_all(devices)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -48,6 +49,7 @@ from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.errors import (
     ConfigurationError,
     DeadlineError,
+    FencedError,
     KeyNotFoundError,
     KVStoreError,
     PlanMismatchError,
@@ -88,6 +90,10 @@ MAX_ADDRESS = 512
 """Longest description of its location and CPU that a worker may send, in characters."""
 MAX_REASON = 2000
 """Longest reason for leaving or aborting a round that is stored, in characters."""
+
+
+_FINISHED_KEPT = 1024
+"""How many namespaces are remembered whose workers have all finished."""
 
 
 class Sender(NamedTuple):
@@ -159,6 +165,10 @@ class Engine:
         self.num_ended = 0
         self._facts: tuple[float, Mapping[str, Any]] = (-math.inf, {})
         """When the server was last described for `GetStatus`, and the description."""
+        self._resumable: dict[str, set[int]] = {}
+        """Job (what its namespaces begin with, up to "/") → the ranks that another process can take over."""
+        self._finished: OrderedDict[str, None] = OrderedDict()
+        """The latest namespaces that have ended because all workers had finished."""
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
         self._handlers: dict[type[Any], Callable[[Sender, Any], list[m.Outgoing]]] = {
@@ -894,6 +904,11 @@ class Engine:
             _check_hello(self.config, hello)
             mode = Mode(hello.mode, hello.staleness, hello.slow_down, hello.by_host)
             mode.check()
+            if space is None and hello.restarts and hello.namespace in self._finished:
+                raise FencedError(
+                    f"all workers of namespace {hello.namespace!r} have finished, so the process that rank "
+                    f"{hello.rank} was started again for has nothing left to do"
+                )
             if space is None:
                 space = self._new_namespace(hello, mode, now)
             elif mode != space.mode:
@@ -930,8 +945,9 @@ class Engine:
                 f"its workers was heard from for {config.forget_after:g} s (--forget-after), without weights for "
                 f"{config.dead_after:g} s (--dead-after), or earlier if another one needs its place"
             )
+        resumable = self._resumable.setdefault(_job_of(hello.namespace), set())
         space = Namespace(
-            hello.namespace, hello.num_workers, mode, self.config, self.budget, self._leases, now
+            hello.namespace, hello.num_workers, mode, config, self.budget, self._leases, now, resumable
         )
         self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
         return space
@@ -971,6 +987,14 @@ class Engine:
         del self.namespaces[space.name]
         space.end()
         self.num_ended += 1
+        job = _job_of(space.name)
+        if not any(_job_of(name) == job for name in self.namespaces):
+            self._resumable.pop(job, None)
+        self._finished.pop(space.name, None)
+        if len(space.membership.finished) == space.membership.num_workers:
+            self._finished[space.name] = None
+            if len(self._finished) > _FINISHED_KEPT:
+                self._finished.popitem(last=False)
 
     def _fence(self, session: int, reason: str) -> None:
         self._commands.forget(session)
@@ -1128,6 +1152,10 @@ def _still_waiting(
 
 def _describe_missing(space: Namespace, missing: Iterable[int], now: float) -> str:
     return space.membership.describe_all(missing, now) or "no rank has decided about its sum yet"
+
+
+def _job_of(namespace: str) -> str:
+    return namespace.partition("/")[0]
 
 
 def _copy_error(error: KVStoreError) -> KVStoreError:

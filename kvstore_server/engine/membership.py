@@ -186,7 +186,8 @@ class Membership:
     Args:
         awaits_successors: A new process may take over a rank whose process is dead and continue with its weights, so
             the others wait for it as long as for a silent one.
-        rejoin_timeout: Seconds that the others wait for the successor of a `resumable` rank.
+        rejoin_timeout: Seconds that the others wait for the successor of a resumable rank.
+        resumable: The ranks whose processes said that another one can continue where they end; added to here.
     """
 
     def __init__(
@@ -195,13 +196,13 @@ class Membership:
         num_workers: int,
         awaits_successors: bool = False,
         rejoin_timeout: float = 0.0,
+        resumable: set[int] | None = None,
     ) -> None:
         self.namespace = namespace
         self.num_workers = num_workers
         self._awaits_successors = awaits_successors
         self.rejoin_timeout = rejoin_timeout
-        self.resumable: set[int] = set()
-        """The ranks whose commits bring a `client_state`: another process can continue where they end."""
+        self.resumable = set() if resumable is None else resumable
         self.members: dict[int, RankSession] = {}
         self.departed: dict[int, str] = {}
         """Rank → why it left."""
@@ -229,6 +230,8 @@ class Membership:
             raise ConfigurationError(f"rank {rank} is not in 0 … {self.num_workers - 1}")
         replaced = self.members.get(rank)
         self.members[rank] = session
+        if hello.resumes:
+            self.resumable.add(rank)
         self.barrier.pop(rank, None)
         self.departed.pop(rank, None)
         self.failed.discard(rank)

@@ -81,8 +81,8 @@ class EngineConfig:
         num_servers: The number of servers of the job.
         run: A non-zero number that identifies this server process.
         dead_after: Seconds of silence after which a worker counts as lost.
-        rejoin_timeout: Seconds that the others wait for a process that takes over the rank of a lost worker, if that
-            worker's commits brought a `client_state`.
+        rejoin_timeout: Seconds that the others wait for a process that takes over the rank of a lost worker, if the
+            lost one said that another can continue.
         slow_after: Seconds that a rank waits for others before the wait is logged.
         capability: Instruction set of this CPU. Workers with another one are refused, because their results differ in
             bits.
@@ -164,13 +164,14 @@ class Namespace:
         budget: Budget,
         leases: Leases | None,
         now: float,
+        resumable: set[int] | None = None,
     ) -> None:
         # 1. Who takes part, and which rounds are open.
         self.name = name
         self.created_at = now
         self.mode = mode
         self.config = config
-        self.membership = Membership(name, num_workers, not mode.is_sync, config.rejoin_timeout)
+        self.membership = Membership(name, num_workers, not mode.is_sync, config.rejoin_timeout, resumable)
         self.rounds = NamespaceRounds(num_workers, mode)
         self.waits = Waits(self.rounds)
         self.optimizer = AgreedOptimizer(mode.is_sync)
@@ -431,7 +432,6 @@ class Namespace:
             if len(state) > former:
                 self.claim(len(state) - former, f"what the successor of rank {rank} gets")
             self.client_states[table.number, rank] = state
-        self.membership.resumable.add(rank)
 
     def begin_process(self, rank: int) -> None:
         """Drop what a rank had not committed, because a new process takes it over."""

@@ -70,6 +70,10 @@ class Hello:
     """Whether the learning rate of a contribution is divided by its staleness; not with "sync"."""
     by_host: bool = False
     """Whether one rank may give the sum of all ranks of its host, and the others nothing; only with "sync"."""
+    resumes: bool = False
+    """Whether another process can take this rank over and continue, so that the others wait for it."""
+    restarts: int = 0
+    """How often the process was started again, as far as its launcher says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class Client:
         whole_keys: bool = False,
         allow_single_server: bool = False,
         delta_codec: Codec | None = None,
+        resumes: bool = False,
     ) -> list[RemoteTable]:
         """Declare tables on every server that holds a part of them; round 0 of each must follow on every worker.
 
@@ -94,6 +95,8 @@ class Client:
             whole_keys: No key is spread over servers.
             allow_single_server: Tables that are small for these servers are placed on one of them.
             delta_codec: New weights come back as changes, encoded by it.
+            resumes: Servers may hold the tables already: this process goes on where an earlier one of its rank has
+                ended, see `RemoteTable.takeover`.
 
         Raises:
             PlanMismatchError: another worker declared other keys under one of the names, or another codec.
@@ -106,7 +109,9 @@ class Client:
             table.delta_codec = delta_codec
         requests = [(server, table) for table in declared.values() for server in table.plan.servers]
         for at in range(0, len(requests), _TABLES_PER_REGISTER):
-            self._register(requests[at : at + _TABLES_PER_REGISTER])
+            self._register(requests[at : at + _TABLES_PER_REGISTER], resumes)
+        for table in declared.values() if resumes and self.options.mode.is_sync else ():
+            table.take_over()
         self._tables.update(declared)
         return list(declared.values())
 
@@ -122,7 +127,7 @@ class Client:
         one_server = plan.nbytes < spread_from
         return self.rounds.tables.add(name, plan.over(self.num_servers, whole_keys, one_server))
 
-    def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
+    def _register(self, requests: Sequence[tuple[int, RemoteTable]], resumes: bool) -> None:
         # 1. Declare all tables at once: one round trip for each of a thousand keys would take long.
         bodies = [(server, _register_message(table, 0)) for server, table in requests]
         for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
@@ -133,7 +138,11 @@ class Client:
             # 3. The server may know the table already.
             is_known = len(table.numbers) > 0
             goes_on = reply.next_round > 0
-            if not self.options.mode.is_sync and (not is_known or table.is_initialised == goes_on):
+            if resumes:
+                table.record_takeover(server, reply)
+            if resumes and self.options.mode.is_sync:
+                pass  # `take_over` follows, once all servers have answered
+            elif not self.options.mode.is_sync and (not is_known or table.is_initialised == goes_on):
                 # The others may have gone on without a process of this rank, and it goes on beside them.
                 table.resume(max(table.round, reply.next_round), goes_on)
             elif reply.next_round or table.round:

@@ -57,6 +57,7 @@ class Contribution(NamedTuple):
         guard: The sum is measured and decided about before it is used; every rank must want that.
         unread: Keys (by index) whose new weights do not matter; slices that hold nothing else are not written.
         sink: Where new weights of the only table arrive; `outs` are its own.
+        client_state: What a process that takes this rank over gets, if this is the rank's last contribution.
         priority: If messages have to queue, those of higher priority go first.
     """
 
@@ -78,6 +79,7 @@ class Contribution(NamedTuple):
     unread: frozenset[int] = frozenset()
     sink: WeightSink = IN_PLACE
     priority: int = 0
+    client_state: bytes = b""
 
     @property
     def scale(self) -> float:

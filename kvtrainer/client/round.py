@@ -28,6 +28,8 @@ class Round:
         self.started = session.clock()
         self.is_read = is_read
         """Whether weights are only read."""
+        self.repeated = -1
+        """For a read of the weights with which a round began: its number; -1: of the present weights."""
         self.is_given = True
         """Whether this worker computes with the weights that come; False if they are only inspected."""
         self.server_requests: list[ServerRequest] = []

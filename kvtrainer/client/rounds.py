@@ -61,7 +61,7 @@ class Rounds:
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
 
-    def start(self, contribution: Contribution, is_read: bool = False) -> Round:
+    def start(self, contribution: Contribution, is_read: bool = False, repeated: int = -1) -> Round:
         """Send one round of some tables and return at once. Gradients must not change until `wait` returns.
 
         An open round of one of the tables is waited for first, so an error of it is raised here. With a store that
@@ -69,6 +69,7 @@ class Rounds:
 
         Args:
             is_read: The weights are only pulled.
+            repeated: As for `pull`.
         """
         # 1. Wait for earlier rounds of these tables.
         session, tables = self._session, contribution.tables
@@ -78,6 +79,7 @@ class Rounds:
                 self.wait_pending(table)
             is_encoded |= table.compressor is not None
         round_ = Round(contribution, session, is_read)
+        round_.repeated = repeated
         # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
         try:
@@ -335,9 +337,13 @@ class Rounds:
         while self.open:
             self.wait_pending(next(iter(self.open.values())).contribution.tables[0])
 
-    def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
-        """Write the present weights of whole tables into arenas, after this worker's rounds, to compute with them."""
-        self.wait(self.start(Contribution(tables, None, outs), is_read=True))
+    def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas], repeated: int = -1) -> None:
+        """Write the present weights of whole tables into arenas, after this worker's rounds, to compute with them.
+
+        Args:
+            repeated: The weights are those with which this round began, for a process that repeats it.
+        """
+        self.wait(self.start(Contribution(tables, None, outs), is_read=True, repeated=repeated))
 
     def read(self, table: RemoteTable, out: Arenas) -> dict[int, int]:
         """Write a table's present weights into an arena, to inspect them; what this worker computes with stays.

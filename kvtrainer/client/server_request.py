@@ -39,6 +39,7 @@ class RoundInputs(Protocol):
     contribution: Contribution
     session: Session
     is_read: bool
+    repeated: int
     encoded: dict[int, dict[int, EncodedSlice]]
     server_requests: list[ServerRequest]
 
@@ -167,7 +168,7 @@ class ServerRequest:
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout
         commits = self.commits if len(self.open) == len(self.commits) else self.commits[sorted(self.open)]
         if round_.is_read:
-            return [m.Pull(tuple(commits[:, 0].tolist()), timeout)]
+            return [m.Pull(tuple(commits[:, 0].tolist()), timeout, round_.repeated)]
         # 1. Slices by form: encoded, in shared memory, plain.
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]] = []
         """(form, slices, what they are given)."""
@@ -213,6 +214,7 @@ class ServerRequest:
             bodies += cut(body, share, partial(layout.itemsize, form)) if is_cut else [body]
         # 5. The commits.
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
+        body.client_state = contribution.client_state
         if contribution.absent:
             body.absent = tuple(itertools.product(commits[:, 0].tolist(), sorted(contribution.absent)))
         if contribution.guard is not None:

@@ -136,6 +136,8 @@ class SessionOptions:
         address: `host:pid`, for error messages on the other side.
         mode: When contributions count; the same for all workers of the namespace.
         slow_after: Seconds of waiting after which the log names those who are waited for.
+        resumes: Whether another process can take this rank over, so that the other workers wait for it.
+        restarts: How often this process was started again, as far as its launcher says.
     """
 
     namespace: str
@@ -148,6 +150,8 @@ class SessionOptions:
     address: str = ""
     mode: Mode = SYNCHRONOUS
     slow_after: float = SLOW_AFTER
+    resumes: bool = False
+    restarts: int = 0
 
 
 class HasServer(Protocol):
@@ -311,7 +315,7 @@ class Session:
         hello = m.Hello(
             o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, self._nonce,
             self.transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
-            o.mode.by_host,
+            o.mode.by_host, o.resumes, o.restarts,
         )  # fmt: skip
         welcome = self.call(server, hello, o.connect_timeout)
         assert isinstance(welcome, m.Welcome)

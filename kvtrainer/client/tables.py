@@ -12,7 +12,7 @@ this for one table, slice by slice.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -162,6 +162,25 @@ class Compressor:
         return out
 
 
+class Takeover(NamedTuple):
+    """What servers know of this rank if an earlier process of it has taken part in a table's rounds."""
+
+    committed: Mapping[int, int]
+    """Server → the last round that the rank has committed there; -1 for none."""
+    client_states: Mapping[int, bytes]
+    """Server → the latest `client_state` that the rank's commits brought there; empty for none."""
+
+    @property
+    def first(self) -> int:
+        """The last round that the rank has committed on every server."""
+        return min(self.committed.values())
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the next one was committed on some servers only."""
+        return max(self.committed.values()) > self.first
+
+
 class RemoteTable:
     """One table as this worker sees it: a view of the arrays of `Tables`."""
 
@@ -173,6 +192,8 @@ class RemoteTable:
         """How this rank's contributions are compressed; None if they are not."""
         self.takes_half = False
         """Whether the weights here are those of the servers, rounded to bfloat16."""
+        self.takeover: Takeover | None = None
+        """What an earlier process of this rank has done; None if there was none, or nobody asked."""
         self.delta_codec: Codec | None = None
         """How changes of weights are encoded; None if weights come as they are."""
         self.followed: dict[int, tuple[int, Tensor]] = {}
@@ -238,6 +259,24 @@ class RemoteTable:
     def register(self, server: int, registered: m.Registered) -> None:
         self._tables.number[server, self.index] = registered.table
         self._tables.slot[server, self.index] = registered.slot
+
+    def record_takeover(self, server: int, registered: m.Registered) -> None:
+        """Record what a server says of an earlier process of this rank."""
+        known = self.takeover or Takeover({}, {})
+        committed = registered.next_round - (not registered.has_committed)
+        self.takeover = Takeover(
+            {**known.committed, server: committed}, {**known.client_states, server: registered.client_state}
+        )
+
+    def take_over(self) -> None:
+        """Go on where the earlier process of this rank has ended, according to what all servers have said."""
+        assert self.takeover is not None
+        if max(self.takeover.committed.values()) < 0:
+            self.takeover = None
+        elif self.takeover.is_partial:
+            self.resume(self.takeover.first + 1, self.takeover.first >= 0)
+        else:
+            self.resume(self.takeover.first, True)
 
     def resume(self, round_: int, is_initialised: bool) -> None:
         self._tables.round[self.index] = round_

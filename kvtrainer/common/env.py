@@ -31,6 +31,7 @@ SERVERS = "KVSTORE_SERVERS"
 LOCAL_RANK = "KVSTORE_LOCAL_RANK"
 """Rank of this worker among those of its host."""
 ATTEMPT = "KVSTORE_ATTEMPT"
+RESTARTS = "KVSTORE_RESTARTS"
 """How often the job was restarted. Servers may still wait for workers of the previous attempt."""
 ROLE = "DMLC_ROLE"
 """Set by MXNet's launcher, which also starts a scheduler and servers."""
@@ -224,6 +225,15 @@ def attempt_of_job(environ: Mapping[str, str]) -> int:
     number = as_int(text_of(environ, name), f"the number of the attempt ({name})")
     if number < 0:
         raise ConfigurationError(f"the number of the attempt ({name}) is {number}; it counts restarts from 0")
+    return number
+
+
+def restarts_of(environ: Mapping[str, str]) -> int:
+    """Return how often this process alone was started again (KVSTORE_RESTARTS). Raises ConfigurationError."""
+    text = text_of(environ, RESTARTS)
+    number = as_int(text, f"the number of restarts ({RESTARTS})") if text else 0
+    if number < 0:
+        raise ConfigurationError(f"the number of restarts ({RESTARTS}) is {number}; it counts from 0")
     return number
 
 

@@ -123,6 +123,7 @@ class DistKVStore(TableKVStore):
             address=f"{socket.gethostname()}:{os.getpid()}",
             mode=self.mode,
             slow_after=env.read_timeout(os.environ, env.SLOW_AFTER, value=slow_after),
+            restarts=env.restarts_of(os.environ),
             # Evaluated last, so that a store that is refused does not use up a number.
             namespace=_next_namespace(os.environ) if namespace is None else namespace,
         )
@@ -136,7 +137,8 @@ class DistKVStore(TableKVStore):
         self._sides = 0
         super().__init__(type, self._connect(""))
 
-    def open_client(self, by_host: bool = False) -> Client:
+    def open_client(self, by_host: bool = False, resumes: bool = False) -> Client:
+        self._options = replace(self._options, resumes=resumes or self._options.resumes)
         name = f"/trainer{len(self._for_trainers) + 1}"
         return self._borrow(self._connect(name, replace(self.mode, by_host=by_host)))
 

@@ -494,11 +494,12 @@ class TableKVStore(KVStoreBase):
                 mine["tables"] = [*mine["tables"], *theirs["tables"]]
         return stats
 
-    def open_client(self, by_host: bool = False) -> Client:
+    def open_client(self, by_host: bool = False, resumes: bool = False) -> Client:
         """Connect a client with its own namespace, for a Trainer. Blocks until the servers answer.
 
         Args:
             by_host: Sum over the workers of each host first; must be equal on all workers. Ignored without servers.
+            resumes: Another process can take this rank over, so the others wait for it. Ignored without servers.
         """
         assert self._engine is not None
         return self._borrow(self._engine.open_client(f"trainer{len(self._for_trainers) + 1}"))

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -45,6 +45,7 @@ from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.options.stages import GradientLimits
 from kvtrainer.ranks.host_reduce import HierarchicalReduce, open_host_sum
 from kvtrainer.ranks.process_group import Buckets, RankGroup, current_group
+from kvtrainer.sync.client_state import JOINED, Records, find_records
 from kvtrainer.sync.eager_push import Overlap
 from kvtrainer.sync.exchange import (
     TABLE,
@@ -85,6 +86,16 @@ class WorkerResiduals:
     def __str__(self) -> str:
         on = f" with {len(self.values)} devices" if len(self.values) > 1 else ""
         return f"rank {self.rank} of {self.num_workers}{on}"
+
+
+class ResumedRounds(NamedTuple):
+    """What an earlier process of this rank has done."""
+
+    round: int
+    """The last round that it has committed on every server."""
+    records: Records
+    outcome: RoundResult | None
+    """How that ended; see `StoreExchange.resume`."""
 
 
 class SentOptions:
@@ -168,6 +179,8 @@ class Binding:
         self._sent = SentOptions()
         self._pending: WorkerResiduals | None = None
         """Residuals that were loaded before the store was made."""
+        self.resumed: ResumedRounds | None = None
+        """What an earlier process of this rank has done, once the store is open; None if there was none."""
         self._left: tuple[Exchange, Memory] | None = None
         """The exchange of the former parameters, until all workers are known to go over to the next one."""
         # 3. What rounds leave for the next one.
@@ -186,6 +199,11 @@ class Binding:
     @property
     def is_alone(self) -> bool:
         return self.selection.kvstore is None
+
+    @property
+    def is_dist(self) -> bool:
+        """Whether servers in processes of their own have the weights; False before `start`."""
+        return self.holder is not None and self.holder.is_dist and self.updates_weights
 
     def set_buckets(self, buckets: dict[str, Any]) -> None:
         self._buckets = buckets
@@ -235,10 +253,14 @@ class Binding:
         if self.is_closed:
             raise KVStoreError("this Trainer is closed; build a new one to go on")
 
-    def start(self, layout: Memory, optimizer: Optimizer) -> None:
+    def start(self, layout: Memory, optimizer: Optimizer, resumes: GradientLimits | None = None) -> None:
         """Open the store, if there is one, and give every worker rank 0's weights; once, collectively.
 
         The caller ends the step of `guard`, because it has more to do.
+
+        Args:
+            resumes: Go on where an earlier process of this rank has ended, if there was one, with these limits of the
+                gradients; `resumed` then says what it has done.
         """
         self.check_whole()
         arena = layout.arena
@@ -250,7 +272,7 @@ class Binding:
             exchange.close()
             self._left = None
         if self.exchange is None:
-            self.exchange = self._open_exchange(layout.plan, optimizer)
+            self.exchange = self._open_exchange(layout.plan, optimizer, resumes is not None)
         self.guard.begin()
         # 2. Where weights and gradients lie, and rank 0's weights.
         is_on_cpu = arena.device.type == "cpu"
@@ -262,7 +284,7 @@ class Binding:
                 self.exchange.allocate_shared_grads(arena.long, allocates=self.zero_copy, gathers=is_on_cpu)
         if self.exchange is not None:
             with self.guard.ended_by_errors():
-                self.exchange.init(arena.weights, layout.tables.first())
+                self._place_weights(layout, resumes)
             layout.tables.are_placed()
             arena.mark_updated(None)
         if is_on_cpu:
@@ -283,6 +305,19 @@ class Binding:
             self.exchange.listen(layout.devices[0])
         if self._pending is not None:
             self.take_residuals(self._pending)
+
+    def _place_weights(self, layout: Memory, resumes: GradientLimits | None) -> None:
+        exchange, weights = self.exchange, layout.arena.weights
+        assert exchange is not None
+        takeover = exchange.takeover if isinstance(exchange, StoreExchange) else None
+        if takeover is None or takeover.first < 0 or resumes is None:
+            exchange.init(weights, layout.tables.first())
+            return
+        assert isinstance(exchange, StoreExchange)
+        records = find_records(takeover)
+        joined = records.last is not None and records.last[:2] == (JOINED, takeover.first)
+        outcome = exchange.resume(weights, resumes.guard if exchange.is_sync else None, joined)
+        self.resumed = ResumedRounds(takeover.first, records, outcome)
 
     def check_growth(self, layout: Memory) -> bool:
         """Return whether parameters may be added, because the store can lay out its table again.
@@ -317,6 +352,7 @@ class Binding:
         absent: frozenset[int],
         veto: bool,
         limits: GradientLimits,
+        client_state: bytes = b"",
     ) -> RoundResult:
         """Run one round of the gathered gradients, scaled. Raises before or after the round, never in between.
 
@@ -325,6 +361,7 @@ class Binding:
             absent: The keys without a gradient here.
             veto: Whether a gradient here forbids the update on all workers.
             limits: What is checked of the sum; by the store if it updates in synchronous rounds.
+            client_state: What the successor of this process gets if this is its last round.
 
         Raises:
             WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
@@ -335,6 +372,8 @@ class Binding:
         if self._overlap is not None:
             self._overlap.begin_round()
         arena, contribution = layout.arena, self._contribution(layout, options, scale, absent, veto, limits)
+        if client_state:
+            contribution = contribution._replace(client_state=client_state)
         self.guard.begin()
         try:
             # 2. The round. Residuals of replicas move on only if it was applied.
@@ -444,10 +483,10 @@ class Binding:
         self.holder.accept(weights, are_looked_at)
         layout.accept_writes(self.has_weights)
 
-    def run_without_data(self, arena: Arena) -> JoinedRound:
+    def run_without_data(self, arena: Arena, client_state: bytes = b"") -> JoinedRound:
         assert self.exchange is not None
         self._sent.forget()  # the options of other workers hold now
-        joined = self.exchange.run_without_data(arena.weights, arena.grads)
+        joined = self.exchange.run_without_data(arena.weights, arena.grads, client_state)
         if self.exchange.updates_weights:
             arena.mark_updated(None)
         return joined
@@ -455,11 +494,11 @@ class Binding:
     def describe(self) -> str:
         return "none" if self.store is None else self.store.type
 
-    def assign(self, layout: Memory) -> None:
+    def assign(self, layout: Memory, client_state: bytes = b"") -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
         self.check_whole()
         if self.exchange is not None:
-            self.exchange.assign(layout.arena.weights, layout.tables.changed())
+            self.exchange.assign(layout.arena.weights, layout.tables.changed(), client_state)
             layout.tables.are_placed()
             layout.arena.mark_updated(None)
 
@@ -555,8 +594,10 @@ class Binding:
         self._open_store()
         return agreement_of(self.store)
 
-    def _open_store(self) -> None:
+    def _open_store(self, resumes: bool = False) -> None:
         """Open the store and the connection, if there are to be any; blocks until the servers answer. Idempotent.
+
+        With `resumes`, another process can take this rank over.
 
         Raises ConfigurationError if a torch.distributed group was initialised too late to be used.
         """
@@ -570,11 +611,11 @@ class Binding:
             if self._group is not None and not self.selection.over_ranks:
                 raise group_too_late("the Trainer was built")
         if self._group is None and self._client is None and isinstance(self.store, TableKVStore):
-            self._client = self.store.open_client(self.selection.is_hierarchical)
+            self._client = self.store.open_client(self.selection.is_hierarchical, resumes)
             self._client.tell(self.report)
 
-    def _open_exchange(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:
-        self._open_store()
+    def _open_exchange(self, plan: Plan, optimizer: Optimizer, resumes: bool) -> Exchange | None:
+        self._open_store(resumes)
         if self._client is not None:
             is_sync = self._client.options.mode.is_sync
             there = None
@@ -588,7 +629,9 @@ class Binding:
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
             codec, pull_codec = self.selection.codec, self.selection.pull_codec
-            return StoreExchange(self._client, plan, there, codec, is_dist, name, pull_codec, self._host)
+            return StoreExchange(
+                self._client, plan, there, codec, is_dist, name, pull_codec, self._host, resumes and is_dist
+            )
         if self._group is not None:
             overlaps = self.selection.overlaps
             return GroupExchange(self._group, plan, optimizer, self.describe().lower(), overlaps)

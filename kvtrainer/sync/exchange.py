@@ -27,13 +27,13 @@ from kvstore_server.codec import BFloat16, Codec, torch_dtype
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.protocol.rows import RowSet
-from kvstore_server.shard.norms import Decision, Measured
+from kvstore_server.shard.norms import Decision, Guard, Measured
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution, Source
 from kvtrainer.client.row_reads import TableRows
 from kvtrainer.client.shared_gradients import SharedGradients
 from kvtrainer.client.shared_weights import IN_PLACE, CopySink, MappedSink, PrivateSink, WeightSink
-from kvtrainer.client.tables import Compressor
+from kvtrainer.client.tables import Compressor, Takeover
 from kvtrainer.common.progress import print_duration
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
@@ -114,17 +114,21 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
+    def run_without_data(
+        self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], client_state: bytes = b""
+    ) -> JoinedRound:
         """Run one round to which this worker gives nothing; sums go to `grads`.
 
         When no worker has data any more, or if contributions count one by one, the store's weights go to `weights`.
         """
 
     @abstractmethod
-    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+    def assign(
+        self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES, client_state: bytes = b""
+    ) -> None:
         """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays.
 
-        Row-sparse keys change only if they are in rank 0's `tables`.
+        Row-sparse keys change only if they are in rank 0's `tables`. `client_state` is as in a `Contribution`.
         """
 
     def stats(self) -> list[dict[str, Any]]:
@@ -157,6 +161,7 @@ class StoreExchange(Exchange):
         name: str = TABLE,
         pull_codec: Codec | None = None,
         host: HierarchicalReduce | None = None,
+        resumes: bool = False,
     ) -> None:
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
@@ -164,7 +169,7 @@ class StoreExchange(Exchange):
         self.rank, self.num_workers = client.options.rank, client.options.num_workers
         self.updates_weights = optimizer is not None
         self.is_sync = client.options.mode.is_sync
-        self._is_dist = is_dist
+        self.is_dist = is_dist
         self._client = client
         if optimizer is not None:
             client.set_optimizer(spec_for_store(optimizer))
@@ -176,6 +181,7 @@ class StoreExchange(Exchange):
             whole_keys,
             allow_single_server=True,
             delta_codec=None if takes_half else pull_codec,
+            resumes=resumes,
         )
         # 2. How gradients go there.
         if is_dist and self.updates_weights and codec is None:
@@ -216,7 +222,7 @@ class StoreExchange(Exchange):
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
-        if not (self.updates_weights and self._is_dist and is_long):
+        if not (self.updates_weights and self.is_dist and is_long):
             return
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
         if (staging := self._staging_of(weights)) is not None:
@@ -238,22 +244,71 @@ class StoreExchange(Exchange):
             allocates: Whether large ones of these may be allocated there.
             gathers: Whether all others are gathered there, and not in the arena.
         """
-        is_plain = self._is_dist and self.updates_weights and self._table.compressor is None
+        is_plain = self.is_dist and self.updates_weights and self._table.compressor is None
         if is_plain and self._host is None and self._client.shares_memory:
             keys, allocates = self.zero_copy_keys.intersection(keys), allocates and self.is_sync
             shared_grads = self._client.shared_gradients(self._table, keys, allocates, gathers)
             self.shared_grads = shared_grads if shared_grads.has_some else None
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        mine = self._open_sink(weights)
+        with print_duration("weights go to servers", self._table.plan.nbytes):
+            self._client.rounds.initialise(self._of_rank_0(mine, tables, self.sink.outs(weights)))
+        self._check_mapped(mine)
+        self.sink.deliver(weights, self.sink.outs(weights))
+
+    def _open_sink(self, weights: Arenas) -> Arenas:
+        """Decide where weights arrive that are not mapped; return the weights on the host."""
         mine = self._copy_to_host(weights)
         if self.sink is IN_PLACE and self._staging is not None:
             self.sink = DeviceSink(self._staging, maps=False)
         elif self.sink is IN_PLACE and self.updates_weights and not self.is_sync:
             self.sink = CopySink(weights)
-        with print_duration("weights go to servers", self._table.plan.nbytes):
-            self._client.rounds.initialise(self._of_rank_0(mine, tables, self.sink.outs(weights)))
+        return mine
+
+    @property
+    def takeover(self) -> Takeover | None:
+        """What an earlier process of this rank has done; None if there was none, or this one does not resume."""
+        return self._table.takeover
+
+    def resume(
+        self, weights: Mapping[str, Tensor], guard: Guard | None, joined: bool = False
+    ) -> RoundResult | None:
+        """Take the place of an earlier process of this rank, instead of `init`; blocks.
+
+        Returns how its last round ended, after waiting for that: its weights are in `weights`. None if that changed
+        nothing because all workers had joined, or if this process has to repeat the next one, because only some
+        servers have its commit; `weights` are then those before it. In asynchronous modes they are the present ones.
+
+        Args:
+            guard: As in every round of this Trainer.
+            joined: The earlier process had no more data in its last round.
+
+        Raises:
+            WorkerLostError: The round has to be repeated, and a server does not have the weights before it any more.
+        """
+        mine, takeover = self._open_sink(weights), self._table.takeover
+        assert takeover is not None
+        rounds, outcome, out = self._client.rounds, None, self.sink.outs(weights)
+        if self.is_sync and not takeover.is_partial:
+            # The commit of the earlier process counts. To commit again only asks for its answer.
+            again = Contribution([self._table], None, [out], guard=guard, sink=self.sink, joined=joined)
+            round_ = rounds.start(again)
+            rounds.wait(round_)
+            _, decision = round_.decided.get(self._name, (None, Decision()))
+            left_out = frozenset(round_.absent.get(self._name, ()))
+            is_over = joined and round_.in_force[self._name].is_over
+            outcome = RoundResult(left_out, self._name in round_.vetoes or is_over, None, None, decision)
+            if outcome.skipped:
+                rounds.pull([self._table], [out])  # no weights came with the answer
+            outcome = None if is_over else outcome
+        else:
+            rounds.pull([self._table], [out], self._table.round if self.is_sync else -1)
         self._check_mapped(mine)
         self.sink.deliver(weights, self.sink.outs(weights))
+        if not self.sink.maps:
+            self.sink.attach()
+        return outcome
 
     def _check_mapped(self, places: Mapping[str, Tensor]) -> None:
         if self.sink.problem is not None:
@@ -338,12 +393,19 @@ class StoreExchange(Exchange):
     def plan(self) -> Plan:
         return self._table.plan
 
+    @property
+    def round(self) -> int:
+        """The number of the table's next round."""
+        return self._table.round
+
     def push_eagerly(
         self, piece: Slice, parts: Sequence[Tensor], predict_hypers: Callable[[], bytes]
     ) -> None:
         self._client.rounds.push_eagerly(self._table, piece, parts, predict_hypers)
 
-    def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
+    def run_without_data(
+        self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], client_state: bytes = b""
+    ) -> JoinedRound:
         self._forget_read()
         if self._staging is not None:
             self._staging.wait()  # servers write weights that the device may still read once this worker takes part
@@ -357,7 +419,7 @@ class StoreExchange(Exchange):
             else self._copy_to_host(target)
         )
         outs = None if out is None else [out]
-        contribution = Contribution([self._table], None, outs, joined=True)
+        contribution = Contribution([self._table], None, outs, joined=True, client_state=client_state)
         if self._host is not None:
             self._host.before(contribution)  # tell the other workers of this host that this one gives nothing
         round_ = self._client.rounds.start(contribution)
@@ -374,12 +436,15 @@ class StoreExchange(Exchange):
         outcome = RoundResult(frozenset(round_.absent.get(self._name, ())), self._name in round_.vetoes)
         return JoinedRound(outcome, said.hyper, said.is_over)
 
-    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+    def assign(
+        self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES, client_state: bytes = b""
+    ) -> None:
         self._forget_read()
         mine = self._copy_to_host(weights)
         rounds = self._client.rounds
         if self.is_sync:
             contribution = self._of_rank_0(mine, tables, self.sink.outs(weights), assign=True)
+            contribution = contribution._replace(client_state=client_state)
             try:
                 if self._host is not None:
                     # As in `run_without_data`; a call that is not the others' fails on servers.
@@ -414,7 +479,7 @@ class StoreExchange(Exchange):
 
         In synchronous rounds the store still has them. `weights` are those of `init`, perhaps written since.
         """
-        if self.is_sync or not self._is_dist:
+        if self.is_sync or not self.is_dist:
             return self.look()
         return self.sink.outs(weights)
 
@@ -565,10 +630,14 @@ class PluginExchange(Exchange):
         left_out = contribution.absent if self.num_workers == 1 else frozenset[int]()
         return RoundResult(left_out, skipped=contribution.veto)
 
-    def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
+    def run_without_data(
+        self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], client_state: bytes = b""
+    ) -> JoinedRound:
         raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")
 
-    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+    def assign(
+        self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES, client_state: bytes = b""
+    ) -> None:
         for key, piece in enumerate(self._views_of_keys(weights)):
             if self._store.rank != 0:
                 piece.zero_()

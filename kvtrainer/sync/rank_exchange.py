@@ -168,7 +168,9 @@ class GroupExchange(Exchange):
             overlap.end_round(dense)
         return RoundResult(left_out, skipped=False, rows=summed)
 
-    def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
+    def run_without_data(
+        self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], client_state: bytes = b""
+    ) -> JoinedRound:
         for flat in grads.values():
             flat.zero_()
         nothing = Contribution((), [grads], None, 1.0, absent=frozenset(self._keys))
@@ -178,7 +180,9 @@ class GroupExchange(Exchange):
             return JoinedRound(outcome, b"", is_over=False)
         return JoinedRound(outcome, headers.hyper, headers.is_over)
 
-    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+    def assign(
+        self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES, client_state: bytes = b""
+    ) -> None:
         self._headers("set_data", None)
         self._broadcast(weights)
 

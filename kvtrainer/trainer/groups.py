@@ -243,6 +243,14 @@ class UpdateCounter:
             counts = {one: most - self._behind.get(one, 0) for one in range(num_keys)}
             self.restore({**counts, key: updates}, num_keys)
 
+    def export(self) -> tuple[int, dict[int, int]]:
+        """Return the greatest update count of all keys, and key → by how many updates it is behind."""
+        return self._optimizer.num_update, self._behind
+
+    def adopt(self, num_update: int, behind: Mapping[int, int]) -> None:
+        """Restore what `export` returned."""
+        self._optimizer.num_update, self._behind, self._set = num_update, dict(behind), None
+
     def restore(self, updates: Mapping[int, int], num_keys: int) -> None:
         """Set the number of updates per key, without `begin_num_update`; missing keys have had none."""
         counts = [updates.get(key, 0) for key in range(num_keys)]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from kvstore_server.engine.agreed_options import unpack_hypers
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.sync.client_state import JOINED
 from kvtrainer.sync.exchange import RoundResult
 from kvtrainer.trainer.step import StepPipeline
 
@@ -66,7 +67,8 @@ def _follow_others(pipeline: StepPipeline) -> None:
     while not is_over:
         binding.guard.begin()
         with binding.guard.ended_by_errors():
-            joined = binding.run_without_data(memory.arena)
+            state = b"" if pipeline.describe_state is None else pipeline.describe_state(JOINED)
+            joined = binding.run_without_data(memory.arena, state)
         is_over = joined.is_over
         # In asynchronous modes every worker's schedules count its own updates, so options of others are not adopted.
         if joined.hyper and not (is_over if exchange.is_sync else pipeline.schedules):

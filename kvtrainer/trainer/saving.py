@@ -35,14 +35,8 @@ _ON_SERVERS = ("multi_precision", "begin_num_update")
 
 def export_own_states(pipeline: StepPipeline) -> SavedStates:
     """Return the states that only this worker has; nothing is fetched."""
-    extra: dict[str, Any] = {}
+    extra = export_parts(pipeline)
     tensors: dict[str, dict[str, Tensor]] = {}
-    if pipeline.loss_scaler is not None:
-        extra[_SCALER] = pipeline.loss_scaler.state_dict()
-    if pipeline.schedules:
-        extra[_SCHEDULES] = [schedule.state_dict() for schedule in pipeline.schedules]
-    if pipeline.accumulation.counts > 1:
-        extra[_PASSES] = pipeline.accumulation.done
     residuals = pipeline.binding.residuals()
     if residuals is not None:
         extra[_RESIDUALS] = {"rank": residuals.rank, "num_workers": residuals.num_workers}
@@ -53,6 +47,18 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
                 pipeline.memory.names[key]: value for key, value in values.items()
             }
     return SavedStates({}, 0, [], {}, extra, tensors)
+
+
+def export_parts(pipeline: StepPipeline) -> dict[str, Any]:
+    """Return the loss scaler, the schedules, and the count of backward passes, for `SavedStates.extra`."""
+    extra: dict[str, Any] = {}
+    if pipeline.loss_scaler is not None:
+        extra[_SCALER] = pipeline.loss_scaler.state_dict()
+    if pipeline.schedules:
+        extra[_SCHEDULES] = [schedule.state_dict() for schedule in pipeline.schedules]
+    if pipeline.accumulation.counts > 1:
+        extra[_PASSES] = pipeline.accumulation.done
+    return extra
 
 
 def export_trainer_states(pipeline: StepPipeline) -> SavedStates:
@@ -118,20 +124,24 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
         optimizer.lr_scheduler = None
     elif theirs not in (None, _CODE, _describe_optimizer(optimizer).get("lr_scheduler")):
         optimizer.lr_scheduler = lr_scheduler.create_from_spec(theirs)
-    # 2. The loss scaler.
-    if _SCALER in saved.extra:
+    # 2. The loss scaler, schedules and counts; residuals.
+    adopt_parts(saved.extra, pipeline)
+    pipeline.binding.take_residuals(saved_residuals(saved, pipeline.memory.names))
+
+
+def adopt_parts(extra: Mapping[str, Any], pipeline: StepPipeline) -> None:
+    """Restore the loss scaler, the schedules, and the count of backward passes, as in `SavedStates.extra`."""
+    if _SCALER in extra:
         if pipeline.loss_scaler is None:
-            pipeline.loss_scaler = scaler_from_state(saved.extra[_SCALER])
+            pipeline.loss_scaler = scaler_from_state(extra[_SCALER])
         else:
             # Keep the object: it knows the scale of the present gradients, and the script may have a reference.
-            pipeline.loss_scaler.load_state_dict(saved.extra[_SCALER])
-    # 3. Schedules, counts, and residuals.
-    for schedule, state in zip(pipeline.schedules, saved.extra.get(_SCHEDULES, ()), strict=False):
+            pipeline.loss_scaler.load_state_dict(extra[_SCALER])
+    for schedule, state in zip(pipeline.schedules, extra.get(_SCHEDULES, ()), strict=False):
         schedule.load_state_dict(state)
-    passes, accumulation = saved.extra.get(_PASSES), pipeline.accumulation
+    passes, accumulation = extra.get(_PASSES), pipeline.accumulation
     if passes is not None and accumulation.counts > 1:
         accumulation.set_progress(passes, accumulation.total)
-    pipeline.binding.take_residuals(saved_residuals(saved, pipeline.memory.names))
 
 
 def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals | None:

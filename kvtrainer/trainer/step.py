@@ -50,6 +50,7 @@ from kvtrainer.options.stages import Accumulation, GradientCheck, GradientLimits
 from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.sync.binding import Binding
+from kvtrainer.sync.client_state import STEP
 from kvtrainer.trainer.group_edits import read_edited
 from kvtrainer.trainer.groups import ParameterGroups
 from kvtrainer.trainer.optimizer_states import JointUpdate, OptimizerStates
@@ -74,6 +75,10 @@ class StepPipeline:
         self.accumulation = Accumulation()
         self.schedules: list[BoundSchedule] = []
         self.last: StepResult | None = None
+        self.num_steps = 0
+        """How many steps with a round this rank has made, in earlier processes, too."""
+        self.describe_state: Callable[[str], bytes] | None = None
+        """Packs what a successor needs if the coming round, of this kind, is the last one; None if none is wanted."""
         self.has_context = False
         """Whether the context of the forward pass was ever requested."""
         self.is_in_join = False
@@ -336,12 +341,15 @@ class StepPipeline:
         self._effective = ({}, [])
         self.states.move(memory, states)
 
-    def prepare(self) -> bool:
-        """Create the store, and give every worker rank 0's weights. Collective. Return whether this call did it."""
+    def prepare(self, resumes: bool = False) -> bool:
+        """Create the store, and give every worker rank 0's weights. Collective. Return whether this call did it.
+
+        With `resumes`, go on instead where an earlier process of this rank has ended, if there was one.
+        """
         if self.binding.is_started:
             return False
         self._decide()
-        self.binding.start(self.memory, self.groups.optimizer)
+        self.binding.start(self.memory, self.groups.optimizer, self.limits if resumes else None)
         if _log.isEnabledFor(logging.DEBUG):
             for name, takes_part in zip(self.memory.names, self.memory.participating(), strict=True):
                 if takes_part:
@@ -577,7 +585,8 @@ class StepPipeline:
         options = self._read_hypers(
             fresh if self.binding.num_workers == 1 else None
         )  # other workers may add keys
-        outcome = self.binding.round(memory, options, scale, absent, veto, limits)
+        state = b"" if self.describe_state is None else self.describe_state(STEP)
+        outcome = self.binding.round(memory, options, scale, absent, veto, limits, state)
         if outcome.skipped:
             return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
         # 3. Adopt the result.
@@ -725,6 +734,7 @@ class StepPipeline:
             device.tracker.consume(used)
         self._reduced, self._is_vetoed, self.is_bad = None, False, False
         self.accumulation.in_window = 0
+        self.num_steps += 1
         # 2. The result, and counts.
         norm = None
         if limits.max_norm is not None:

@@ -47,10 +47,12 @@ from kvtrainer.schedules.config import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.format import SavedStates, State, read_state_file, write_state_file
 from kvtrainer.sync.binding import BUCKETS, Binding
+from kvtrainer.sync.client_state import ASSIGNED, pack_user_state
 from kvtrainer.sync.select import select_store
 from kvtrainer.trainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.trainer.join import join
 from kvtrainer.trainer.optimizer_states import OptimizerStates, StateView
+from kvtrainer.trainer.resume import Resumption, describe_state, exit_when_fenced, resume
 from kvtrainer.trainer.saving import (
     adopt_rest,
     as_state_dict,
@@ -219,6 +221,8 @@ class Trainer(torch.optim.Optimizer):
         self._pipeline = StepPipeline(self._groups, Binding(selection, zero_copy))
         self._writer: Any = None
         """Writes scalars of each step; see `log_to`."""
+        self._client_state: Any = None
+        self._packed_client_state = b""
         self._is_built = True
         self._take_options(stages, STAGES, stages.schedules)
         for name, parameter in row_sparse:
@@ -291,6 +295,57 @@ class Trainer(torch.optim.Optimizer):
     def _take_options(self, stages: StageOptions, changed: Sequence[str], schedules: Sequence[Any]) -> None:
         bound = bind_schedules(schedules, self, None, self._pipeline.schedules)
         self._pipeline.take_options(stages, changed, bound)
+
+    # Another process that continues.
+
+    @exclusive
+    def resume(self) -> Resumption:
+        """Continue where an earlier process of this rank has ended; on a first start, begin. Blocks.
+
+        Call it once, before the first step, on every worker. From then on each step stores on the servers what another
+        process of this rank needs: `client_state`, options, update counts, loss scale and schedules. If this process
+        dies, the other workers of "dist_sync" wait for a new one as long as the servers' --rejoin-timeout says. That
+        one gets the weights after the last step of this one, and its `client_state`; no step is computed again, unless
+        its commit has reached some of the servers only. A process that is still running, but was replaced, gets
+        FencedError and, if nothing catches it, ends with exit code 75.
+
+            start = trainer.resume()
+            for step in range(start.round, num_steps):
+                ...
+                trainer.client_state = {"epoch": epoch, "random": kvtrainer.utils.get_random_state()}
+                trainer.step(batch_size)
+
+        Like the first step it creates the store, and on a first start gives every worker rank 0's weights. Without
+        servers there is nothing to continue from, and the result is always that of a first start.
+
+        Raises:
+            ConfigurationError: The store is open already, or compression, `hierarchy` or an optimizer in this process
+                keep state that ends with the process.
+            WorkerLostError: The last step has to be repeated, and its former weights are not kept; restart the job.
+            KVStoreError: The last round of the earlier process has failed.
+        """
+        exit_when_fenced()
+        found = resume(self._pipeline)
+        if self._pipeline.binding.is_dist:
+            self._pipeline.describe_state = self._describe_state
+        return found
+
+    @property
+    def client_state(self) -> Any:
+        """What the script needs to continue after its next step: plain values, such as a data cursor.
+
+        Set it before `step`; the last value is stored with each step after `resume`. Dicts, lists, str, bytes, numbers,
+        bool and None; up to 48 KiB.
+        """
+        return self._client_state
+
+    @client_state.setter
+    def client_state(self, value: Any) -> None:
+        self._packed_client_state = pack_user_state(value)
+        self._client_state = value
+
+    def _describe_state(self, kind: str) -> bytes:
+        return describe_state(self._pipeline, kind, self._packed_client_state)
 
     # Steps.
 
@@ -966,7 +1021,8 @@ class Trainer(torch.optim.Optimizer):
                 pipeline.memory.share_weights()
             return
         pipeline.memory.check_in_place()
-        pipeline.binding.assign(pipeline.memory)
+        state = b"" if pipeline.describe_state is None else pipeline.describe_state(ASSIGNED)
+        pipeline.binding.assign(pipeline.memory, state)
         pipeline.memory.share_weights()
         pipeline.memory.accept_writes(pipeline.binding.has_weights)
 

@@ -101,15 +101,17 @@ class EngineJob:
             self.commit(rank, 0, 0.0 if rank == 0 else None)
         [self._pulled] = self.pull(0)
 
-    def hello(self, rank: int) -> m.ReplyBody:
-        """Begin a process for a rank: the answer about the table."""
+    def hello(self, rank: int, **more: Any) -> m.ReplyBody:
+        """Begin a process for a rank; `more` are further fields of its Hello. The answer about the table."""
         mode = self.mode
         nonce, sockets = b"%d" % next(self._numbers), (b"%d" % rank,)
         hello = m.Hello(
-            "j", rank, self.workers, 0, 1, "", f"h{rank}", nonce, sockets, mode.name, mode.staleness, mode.slow_down
+            "j", rank, self.workers, 0, 1, "", f"h{rank}", nonce, sockets, mode.name, mode.staleness, mode.slow_down,
+            **more,
         )  # fmt: skip
         [welcome] = self.ask(rank, hello)
-        assert isinstance(welcome, m.Welcome)
+        if not isinstance(welcome, m.Welcome):
+            return welcome
         self.sessions[rank] = welcome.session
         self.ask(rank, m.SetOptimizer(packed(Adding.name)))
         [registered] = self.ask(rank, m.Register("t", (("k", self.shape, "float32", 0, False),), False))

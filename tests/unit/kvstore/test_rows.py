@@ -332,7 +332,7 @@ class CountingStore(LocalKVStore):
 
     transport: Counting
 
-    def open_client(self, by_host: bool = False) -> Client:
+    def open_client(self, by_host: bool = False, resumes: bool = False) -> Client:
         self.transport = Counting([self._engine._engine], time.monotonic)
         client = Client(self.transport, SessionOptions("trainer", 0, 1), time.monotonic)
         client.connect()

@@ -209,7 +209,7 @@ def hello(**wrong: Any) -> bytes:
         "nonce": bytes(16),
         "sockets": [b"a" * 16, b"b" * 16],
     }
-    return bytes(msgpack.packb([*{**right, **wrong}.values(), "sync", 0, False, False]))
+    return bytes(msgpack.packb([*{**right, **wrong}.values(), "sync", 0, False, False, False, 0]))
 
 
 def register(spec: list[Any]) -> bytes:
@@ -246,7 +246,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
     [
         (HELLO, [b"\xc1"], "cannot be decoded"),
         (HELLO, [b""], "cannot be decoded"),
-        (HELLO, [b"\x90"], "must hold 13 values"),
+        (HELLO, [b"\x90"], "must hold 15 values"),
         (HELLO, [b"\x90", b"\x90"], "has 2 frames, expected 1"),
         (HELLO, [hello(namespace=1)], "Hello.namespace must be str"),
         (HELLO, [hello(rank=True)], "Hello.rank must be int"),

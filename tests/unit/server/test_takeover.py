@@ -22,9 +22,18 @@ def kinds(told: Sequence[m.ReplyBody]) -> list[type]:
     return [type(body) for body in told]
 
 
-def one_round(job: Job, round_: int, state: bytes = STATE) -> None:
+def one_round(job: Job, round_: int) -> None:
     for rank in range(job.workers):
-        job.commit(rank, round_, 1.0, client_state=state)
+        job.commit(rank, round_, 1.0, client_state=STATE)
+
+
+def resumable() -> Job:
+    """Two ranks that another process can take over, after one round of both."""
+    job = Job(2, SYNCHRONOUS)
+    for rank in range(2):
+        job.hello(rank, resumes=True)
+    one_round(job, 1)
+    return job
 
 
 def test_a_successor_is_told_the_open_round_and_what_the_last_commit_of_its_rank_brought() -> None:
@@ -69,32 +78,30 @@ def test_a_round_that_has_ended_is_answered_as_to_the_predecessor() -> None:
 
 
 def test_others_wait_for_the_successor_of_a_resumable_rank_as_long_as_the_timeout_says() -> None:
-    job = Job(2, SYNCHRONOUS)
-    one_round(job, 1)
+    job = resumable()
     job.commit(0, 2, 3.0, number=77, timeout=1e6)
     job.leave(1, is_clean=False)
     assert job.tick(REJOIN - 1.0, alive=(0,)) == {}
     assert codes(job.tick(2.0, alive=(0,))[0, 77]) == ["WorkerLostError"]
 
 
-def test_a_rank_that_has_no_client_state_is_not_waited_for() -> None:
+def test_a_rank_that_nobody_can_take_over_is_not_waited_for() -> None:
     job = Job(2, SYNCHRONOUS)
-    job.commit(0, 1, 3.0, number=77)
+    one_round(job, 1)
+    job.commit(0, 2, 3.0, number=77)
     told = job.leave(1, is_clean=False)
     assert codes(told[0, 77]) == ["WorkerLostError"]
 
 
 def test_a_silent_resumable_rank_is_waited_for_beyond_the_time_after_which_it_counts_as_dead() -> None:
-    job = Job(2, SYNCHRONOUS)
-    one_round(job, 1)
+    job = resumable()
     job.commit(0, 2, 3.0, number=77, timeout=1e6)
     assert job.tick(20.0 + REJOIN - 1.0, alive=(0,)) == {}
     assert codes(job.tick(2.0, alive=(0,))[0, 77]) == ["WorkerLostError"]
 
 
 def test_a_successor_that_comes_in_time_completes_the_round_that_the_others_wait_in() -> None:
-    job = Job(2, SYNCHRONOUS)
-    one_round(job, 1)
+    job = resumable()
     job.commit(0, 2, 3.0, number=77, timeout=1e6)
     job.leave(1, is_clean=False)
     job.tick(REJOIN / 2, alive=(0,))
@@ -105,14 +112,36 @@ def test_a_successor_that_comes_in_time_completes_the_round_that_the_others_wait
 
 
 def test_a_namespace_whose_workers_have_all_failed_ends_when_none_of_them_came_back() -> None:
-    job = Job(2, SYNCHRONOUS)
-    one_round(job, 1)
+    job = resumable()
     for rank in range(2):
         job.leave(rank, is_clean=False)
     assert list(job.engine.namespaces) == ["j"]
     job.tick(REJOIN + 1.0, alive=())
     assert list(job.engine.namespaces) == []
     assert job.engine.budget.used == 0
+
+
+def test_a_process_that_is_started_again_after_all_have_finished_is_told_so() -> None:
+    job = resumable()
+    for rank in range(2):
+        job.leave(rank, is_clean=True)
+    assert codes([job.hello(0, resumes=True, restarts=1)]) == ["FencedError"]
+    assert list(job.engine.namespaces) == []
+
+
+def test_another_job_may_begin_where_one_has_finished() -> None:
+    job = resumable()
+    for rank in range(2):
+        job.leave(rank, is_clean=True)
+    assert job.hello(0, resumes=True) == m.Registered(0, 0, 0)
+
+
+def test_a_process_that_is_started_again_after_the_others_failed_begins_as_at_first() -> None:
+    job = resumable()
+    for rank in range(2):
+        job.leave(rank, is_clean=False)
+    job.tick(REJOIN + 1.0, alive=())
+    assert job.hello(0, resumes=True, restarts=1) == m.Registered(0, 0, 0)
 
 
 @pytest.mark.parametrize("round_", [1, 3])

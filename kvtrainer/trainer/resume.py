@@ -1,0 +1,150 @@
+"""Resume a rank: what a worker describes with each round, and how another process continues from it.
+
+The servers have the weights and the optimizer's state. What they lack travels with each commit (`ClientRecord`): the
+options of the groups, update counts, the loss scale and schedules as they were before the round, and what the script
+gave. The process that takes the rank over waits until the last round that its predecessor committed has ended, takes
+its weights, and repeats here what that round did to counts, loss scale and schedules.
+
+If the predecessor died between its commits to several servers, the process gets the weights and counts from before
+that round, and its script repeats the step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from kvtrainer.errors import ConfigurationError, FencedError
+from kvtrainer.kvstore.base import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES
+from kvtrainer.kvstore.dist import DistKVStore
+from kvtrainer.sync.binding import ResumedRounds
+from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord, unpack_user_state
+from kvtrainer.trainer.groups import kept_entries, plain_number
+from kvtrainer.trainer.saving import adopt_parts, export_parts
+from kvtrainer.trainer.step import StepPipeline
+
+EXIT_FENCED = 75
+"""Exit code of a process whose rank was taken over (EX_TEMPFAIL): who started it need not start it again."""
+
+
+class Resumption(NamedTuple):
+    """Where a script continues, as `Trainer.resume` returns it."""
+
+    round: int
+    """How many steps of this rank count already: 0 at the first start."""
+    client_state: Any
+    """The `client_state` that the script had set before the last of these steps; None at the first start."""
+
+
+def describe_state(pipeline: StepPipeline, kind: str, user: bytes) -> bytes:
+    """Pack what a successor needs if the coming round is the last one of this process.
+
+    Raises ConfigurationError if it is too long.
+    """
+    holder, optimizer = pipeline.binding.holder, pipeline.groups.optimizer
+    assert holder is not None
+    num_update, behind = pipeline.groups.counts.export()
+    own = {
+        "parts": export_parts(pipeline),
+        "groups": [
+            {name: plain_number(value) for name, value in kept_entries(group, optimizer).items()}
+            for group in pipeline.groups.live
+        ],
+        "num_update": num_update,
+        "behind": behind,
+    }
+    return ClientRecord(kind, holder.round, pipeline.num_steps + (kind == STEP), own, user).pack()
+
+
+def resume(pipeline: StepPipeline) -> Resumption:
+    """Open the store, or take this rank over; see `Trainer.resume`."""
+    _check_resumable(pipeline)
+    pipeline.ready()
+    pipeline.prepare(resumes=True)
+    resumed = pipeline.binding.resumed
+    if resumed is None:
+        return Resumption(0, None)
+    records, outcome = resumed.records, resumed.outcome
+    # 1. What the rank was before its last round; before the round to be repeated, if there is one.
+    last = records.last
+    before = records.repeated or last
+    if before is not None:
+        _adopt(pipeline, before)
+    # 2. What that round did to counts, loss scale and schedules.
+    if records.repeated is None and last is not None and last.kind != ASSIGNED:
+        _conclude(pipeline, last, resumed)
+    if last is None:
+        return Resumption(0, None)
+    pipeline.num_steps = last.steps
+    return Resumption(last.steps, unpack_user_state(last.user))
+
+
+def _check_resumable(pipeline: StepPipeline) -> None:
+    pipeline.refuse_in_join("resume()")
+    binding = pipeline.binding
+    binding.check_open()
+    if binding.is_started:
+        raise ConfigurationError(
+            "resume() decides with which weights a worker begins, so it has to come before the first step, set_data "
+            "or anything else that opens the store"
+        )
+    selection = binding.selection
+    store = selection.kvstore
+    is_dist = isinstance(store, DistKVStore) or (
+        isinstance(store, str) and store.lower() in (*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
+    )
+    if is_dist and not binding.updates_weights:
+        raise ConfigurationError(
+            "resume() needs the optimizer on the servers, because its state in a worker ends with the process; build "
+            "the Trainer with update_on_kvstore=True"
+        )
+    if selection.codec is not None and binding.is_lossy(pipeline.memory.plan.arena_sizes):
+        raise ConfigurationError(
+            "resume() is not possible with compression_params that keep back a part of each gradient: what is kept "
+            "back ends with the process. Use 'fp16' or 'bf16', or none"
+        )
+    if selection.is_hierarchical:
+        raise ConfigurationError("resume() is not possible with hierarchy=True; leave one of them out")
+
+
+def _adopt(pipeline: StepPipeline, record: ClientRecord) -> None:
+    own = record.own
+    for group, options in zip(pipeline.groups.live, own["groups"], strict=True):
+        group.update({n: tuple(value) if isinstance(value, list) else value for n, value in options.items()})
+    pipeline.groups.counts.adopt(own["num_update"], own["behind"])
+    adopt_parts(own["parts"], pipeline)
+
+
+def _conclude(pipeline: StepPipeline, last: ClientRecord, resumed: ResumedRounds) -> None:
+    outcome = resumed.outcome
+    if outcome is None and pipeline.binding.exchange is not None and pipeline.binding.exchange.is_sync:
+        return  # all workers had joined: that changed nothing
+    updated: list[bool] | None = [True] * len(pipeline.memory.names)
+    if outcome is not None:
+        updated = (
+            None
+            if outcome.skipped
+            else [i not in outcome.left_out for i in range(len(pipeline.memory.names))]
+        )
+    pipeline.conclude(updated)
+
+
+def exit_when_fenced() -> None:
+    """Let this process end with exit code 75 if nothing catches a FencedError."""
+    former = sys.excepthook
+    if getattr(former, "ends_fenced", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        former(kind, error, trace)
+        if isinstance(error, FencedError):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_FENCED)  # a hook cannot set the exit code otherwise
+
+    hook.ends_fenced = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
