@@ -29,6 +29,7 @@ from kvstore_server.descriptors import allow_descriptors
 from kvstore_server.engine.memory import keep_free_memory, memory_limit
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import KVStoreError
+from kvstore_server.failpoints import arm
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import preload_optimizers
@@ -127,6 +128,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
     keep_free_memory()
     with limited_log():
         try:
+            arm(os.environ, "server", flags.index)
             # 2. Load the user's modules first, because they register optimizers and commands.
             sys.path.insert(0, os.getcwd())
             for module in flags.imports:

@@ -24,6 +24,7 @@ from kvstore_server.codec import Codec
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError, describe
+from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.state import States, pack_states, unpack_states
 from kvstore_server.plan import Plan, Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m
@@ -108,8 +109,10 @@ class Client:
         for table in declared.values():
             table.delta_codec = delta_codec
         requests = [(server, table) for table in declared.values() for server in table.plan.servers]
+        failpoint("worker.register.begin")
         for at in range(0, len(requests), _TABLES_PER_REGISTER):
             self._register(requests[at : at + _TABLES_PER_REGISTER], resumes)
+        failpoint("worker.register.end")
         for table in declared.values() if resumes and self.options.mode.is_sync else ():
             table.take_over()
         self._tables.update(declared)
@@ -153,6 +156,7 @@ class Client:
                     "it there. Restart the job and its servers, or give another namespace=…"
                 )
             table.register(server, reply)
+            failpoint("worker.register.next")
 
     def set_optimizer(self, spec: Mapping[str, Any]) -> None:
         """Name the optimizer on every server; naming the same one again changes nothing there.
@@ -165,6 +169,7 @@ class Client:
         self.wait_pending()
         for server in range(self.num_servers):
             self._session.call(server, m.SetOptimizer(packed))
+            failpoint("worker.optimizer.next")
 
     def get_state(self, table: RemoteTable, slice_: Slice) -> States:
         """Fetch the optimizer state of one slice after this worker's last round."""
@@ -193,12 +198,14 @@ class Client:
         All bytes together must fit into one message, of `MAX_PAYLOAD`. Blocks, and raises, as `barrier`.
         """
         self.wait_pending()
+        failpoint("worker.barrier.begin")
         timeout = self.options.timeout + self.options.dead_after
         answer = self._session.call(0, m.Gather(self._barriers, self.options.timeout, data, reads), timeout)
         assert isinstance(answer, m.Gathered)
         parts = list(answer.parts)
         # Last: a barrier that is repeated after an interrupt has been passed, and is answered at once.
         self._barriers += 1
+        failpoint("worker.barrier.end")
         return parts
 
     def stats(self) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import KVStoreError
+from kvstore_server.failpoints import failpoint
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured
 from kvtrainer.client.contribution import Contribution, EncodedSlice
@@ -120,6 +121,8 @@ class Round:
                     request.complete.add(at)
         if not request.open and request in self.open:
             self.open.remove(request)
+            if self.open:
+                failpoint("worker.round.answered")
 
     def resume(self) -> None:
         """Get ready to be waited for again after an interrupt, which may have lost messages that had just come."""

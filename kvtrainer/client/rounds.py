@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, from_wire
+from kvstore_server.failpoints import failpoint
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
@@ -101,6 +102,7 @@ class Rounds:
                 round_.server_requests.append(request)
                 if request.open:
                     round_.open.append(request)
+            failpoint("worker.round.begin")
             # 3. Over a network servers may use slices before the commit, so they are told what it will say.
             if session.is_remote and not is_read and len(tables) == 1:
                 self._declare_intent(round_, eager)
@@ -118,9 +120,13 @@ class Rounds:
                     for body in others:
                         session.send(request.server, request.number, body, contribution.priority)
                     last.append((request, final))
+                    failpoint("worker.round.next_slices")
+                failpoint("worker.round.commit")
                 # Last and together, so that a worker that dies before has not begun the round on any server.
                 for request, final in last:
                     session.send(request.server, request.number, final, contribution.priority)
+                    failpoint("worker.round.next_commit")
+            failpoint("worker.round.committed")
         except BaseException as error:
             self._end(round_, error)
             raise
@@ -238,6 +244,7 @@ class Rounds:
             values = table.compressor.encode_eagerly(values[: slice_.used], slice_)
         # 3. Send it. It counts as sent from here on: if it is lost, the server asks for it.
         eager.record(slice_)
+        failpoint("worker.round.eager")
         pushes = m.matrix([(table.slot_of(slice_), table.round, 0, values.nbytes)], m.PUSH_WORDS)
         body = m.Contribute(pushes, (values,), NO_COMMITS, form, timeout=self._session.options.timeout)
         number, speculative = self._session.next_number(), eager.speculative
@@ -279,11 +286,13 @@ class Rounds:
         known: list[int] = []
         for at, table in enumerate(contribution.tables):
             (known if table.is_initialised else fresh).append(at)
+        failpoint("worker.init.begin")
         if fresh:
             self.wait(self.start(contribution.of(fresh)))
         if known and contribution.outs is not None:
             read = contribution.of(known)
             self.pull(read.tables, read.outs or ())
+        failpoint("worker.init.end")
 
     def wait(self, round_: Round, may_wait_again: bool = False) -> None:
         """Block until the round is over; new weights are then in `outs`.
@@ -309,6 +318,7 @@ class Rounds:
                 raise
             self._end(round_, error)
             raise
+        failpoint("worker.round.write")
         self._end(round_, round_.error)
         if round_.error is not None:
             raise round_.error
@@ -446,6 +456,7 @@ class Rounds:
         if guard is None or table.name in round_.aborted:
             return
         request.held[at] = held
+        failpoint("worker.round.held")
         places = list(round_.server_requests_of(table))
         if table.name in round_.decided:
             self._resolve(round_, table, [(request, at)])  # this server was not told yet
@@ -489,6 +500,7 @@ class Rounds:
             if at in request.open and at not in request.complete:
                 resolve = m.Resolve(int(request.layout.commits[at, 0]), table.round, coef, clip_value, skip)
                 self._session.send(request.server, request.number, resolve, round_.contribution.priority)
+                failpoint("worker.round.next_decision")
 
     # ---------------------------------------------------------------- ending
 
@@ -536,10 +548,12 @@ class Rounds:
                 if index not in gone and version >= 0 and before >= 0 and not is_sync:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
             round_.write(request, gone, all_tables)
+            failpoint("worker.round.next_write")
         if round_.contribution.sink.maps and not gone:
             round_.contribution.sink.commit()
         if ages:
             all_tables.staleness[list(ages)] = list(ages.values())
+        failpoint("worker.round.written")
         # 5. The next round of the tables that were applied, and what compression carries over to it.
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
         all_tables.round[applied] += 1
@@ -555,6 +569,7 @@ class Rounds:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
         for index in own:  # last: one that is over and open was interrupted as it ended
             del self.open[index]
+        failpoint("worker.round.end")
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
         """Abort rounds on all servers; if one has applied what another has failed, have it undone."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.engine.rounds import Ints
+from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.rows import scatter_rows
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, row_numel
 from kvstore_server.protocol import messages as m
@@ -111,7 +112,9 @@ class RowPulls:
                     body = m.PullRows(table.numbers[block.server], first, some, timeout)
                     requests.append((block.server, body))
                     places.append((table, out, where[at : at + block.most]))
-        return RowsAsked(self.session.begin(requests), places, outs)
+        asked = RowsAsked(self.session.begin(requests), places, outs)
+        failpoint("worker.rows.asked")
+        return asked
 
     def take(self, asked: RowsAsked) -> RowsTaken:
         options = self.session.options

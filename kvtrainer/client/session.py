@@ -37,6 +37,7 @@ from kvstore_server.errors import (
     describe,
     from_wire,
 )
+from kvstore_server.failpoints import failpoint
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.plan import check_name
 from kvstore_server.processes import LAST_WORDS, ProcessState
@@ -307,6 +308,7 @@ class Session:
         if refusals:
             raise refusals[0]
         self.transport.begin(self._tokens, lambda: self.report.pack())
+        failpoint("worker.connect.open")
         is_shared = self.options.num_workers > 1 and self.options.mode.is_sync
         self.is_remote = is_shared and any(map(self.transport.is_remote, range(self.num_servers)))
 
@@ -317,7 +319,9 @@ class Session:
             self.transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
             o.mode.by_host, o.resumes, o.restarts,
         )  # fmt: skip
+        failpoint("worker.connect.hello")
         welcome = self.call(server, hello, o.connect_timeout)
+        failpoint("worker.connect.welcome")
         assert isinstance(welcome, m.Welcome)
         self._tokens[server] = (welcome.run, welcome.session)
         self.spread_from = min(self.spread_from, welcome.spread_from) if server else welcome.spread_from
@@ -600,6 +604,7 @@ class Session:
             return
         if self._lost_state_error is not None and is_clean:
             reason, is_clean = describe(self._lost_state_error), False
+        failpoint("worker.close")
         for server, (run, session) in enumerate(self._tokens):
             if session and server not in self._shut_down:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
@@ -607,6 +612,8 @@ class Session:
                     self.transport.send(server, leave)
                     if self.log is not None:
                         self.log.message("sent", self._peers[server], leave.number, leave.body)
+                failpoint("worker.close.next")
+        failpoint("worker.close.left")
         self.is_closed = True
         self.transport.close()
 

@@ -15,10 +15,12 @@ from dataclasses import replace
 from kvstore_server import check
 from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
+from kvstore_server.failpoints import arm
 from kvstore_server.optimizer.base import capability
 from kvtrainer.client.client import Client
 from kvtrainer.client.connection import Connection
-from kvtrainer.client.session import SessionOptions
+from kvtrainer.client.message_faults import FAULTS, FaultyTransport, parse_faults
+from kvtrainer.client.session import SessionOptions, Transport
 from kvtrainer.common import env
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
@@ -93,6 +95,7 @@ class DistKVStore(TableKVStore):
         """When pushes are applied."""
         self._water_mark = water_mark_of(type, os.environ)
         self._transport = env.transport_of(os.environ)
+        self._faults = parse_faults(env.text_of(os.environ, FAULTS))
         is_debugging = env.shows_debug_log(os.environ)
         # 2. Find the servers. With DMLC_ROLE this asks the scheduler, or serves and does not return.
         topology = find_topology(
@@ -107,6 +110,7 @@ class DistKVStore(TableKVStore):
             raise ConfigurationError(
                 f"num_workers is {topology.num_workers}; a server takes up to {MAX_WORKERS} workers"
             )
+        arm(os.environ, "worker", topology.rank)
         # 3. Check and collect the options of the sessions.
         if namespace is not None and not isinstance(namespace, str):
             raise ConfigurationError(
@@ -168,7 +172,10 @@ class DistKVStore(TableKVStore):
 
     def _connect(self, name: str, mode: Mode | None = None) -> Client:
         options = replace(self._options, namespace=self._options.namespace + name, mode=mode or self.mode)
-        client = Client(Connection(self.servers, self._water_mark, self._transport), options, time.monotonic)
+        transport: Transport = Connection(self.servers, self._water_mark, self._transport)
+        if self._faults is not None:
+            transport = FaultyTransport(transport, self._faults, time.monotonic, options.rank)
+        client = Client(transport, options, time.monotonic)
         self._clients[:] = [known for known in self._clients if not known.is_closed] + [client]
         try:
             client.connect()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvstore_server.engine.agreed_options import unpack_hypers
+from kvstore_server.failpoints import failpoint
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.sync.client_state import JOINED
 from kvtrainer.sync.exchange import RoundResult
@@ -28,6 +29,7 @@ def join(pipeline: StepPipeline) -> Iterator[None]:
     pipeline.is_in_join = True
     try:
         yield
+        failpoint("worker.join")
         _follow_others(pipeline)
     finally:
         pipeline.is_in_join = False

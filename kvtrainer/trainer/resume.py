@@ -67,7 +67,7 @@ def resume(pipeline: StepPipeline) -> Resumption:
     resumed = pipeline.binding.resumed
     if resumed is None:
         return Resumption(0, None)
-    records, outcome = resumed.records, resumed.outcome
+    records = resumed.records
     # 1. What the rank was before its last round; before the round to be repeated, if there is one.
     last = records.last
     before = records.repeated or last

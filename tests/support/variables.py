@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from kvstore_server import cli
+from kvstore_server.failpoints import POINTS
 from kvtrainer.common.env import DEFAULT_SECONDS
 from kvtrainer.jobs import kvlaunch
 from kvtrainer.watch import top
@@ -37,6 +38,9 @@ WORKER = {
     "KVSTORE_SLOW_AFTER": ("", "seconds of waiting for other workers after which the log names them"),
     "KVSTORE_TRANSPORT": ("auto", "`shm` or `tcp` force one transport to servers of the same host"),
     "KVSTORE_LOG": ("warning", "`debug`: a line for each message and each transition of a round; others: servers only"),
+    "KVSTORE_FAILPOINT": ("", "for tests: where this process dies, stops, pauses or raises; servers read it, too"),
+    "KVSTORE_FAILPOINT_DIR": ("", "for tests: each leaves a file in this directory, and happens once in the job"),
+    "KVSTORE_FAULTS": ("", "for tests: shares of messages to lose, delay and duplicate"),
     "KVSTORE_STALENESS": ("1", "how far a worker of `dist_ssp` may run ahead"),
     "KVSTORE_COMPAT": (
         "mxnet2",
@@ -177,6 +181,12 @@ def page() -> str:
     parts.append(
         "## Set for you\n\nThese are set unless you have set them.\n\n"
         f"{_table(('variable', 'set by, and value'), list(made))}"
+    )
+    points = [(f"`{name}`", f"{when[0].upper()}{when[1:]}.") for name, when in POINTS.items()]
+    parts.append(
+        "## Failpoints\n\nThe names that `KVSTORE_FAILPOINT` takes, and when a process gets there "
+        "([Testing recovery](fault_injection.md)).\n\n"
+        f"{_table(('name', 'when'), list(points))}"
     )
     return "\n".join(parts)
 
