@@ -92,6 +92,8 @@ MAX_REASON = 2000
 """Longest reason for leaving or aborting a round that is stored, in characters."""
 
 
+_AGREEMENTS_KEPT = 8
+"""How many namespaces of a job are kept that all workers have left, without those with tables."""
 _FINISHED_KEPT = 1024
 """How many namespaces are remembered whose workers have all finished."""
 
@@ -167,6 +169,8 @@ class Engine:
         """When the server was last described for `GetStatus`, and the description."""
         self._resumable: dict[str, set[int]] = {}
         """Job (what its namespaces begin with, up to "/") → the ranks that another process can take over."""
+        self._kept: dict[str, str] = {}
+        """Namespace that all workers have left, and that a successor may come to → its job; oldest first."""
         self._finished: OrderedDict[str, None] = OrderedDict()
         """The latest namespaces that have ended because all workers had finished."""
         self._leases = leases
@@ -925,6 +929,7 @@ class Engine:
         if hello.namespace not in self.namespaces:
             self.namespaces[hello.namespace] = space
             space.begin()
+        self._kept.pop(hello.namespace, None)
         self._sessions.open(session)
         if replaced is not None and not replaced.has_left:
             self._fence(
@@ -983,13 +988,39 @@ class Engine:
             )
         self._end(space)
 
+    def _end_or_keep(self, space: Namespace) -> None:
+        """End a namespace that all workers have left; keep what was gathered there for successors that repeat it.
+
+        Only a few that have no tables are kept, and only while the job has others.
+        """
+        job = _job_of(space.name)
+        if (
+            space.tables
+            or not self._resumable.get(job)
+            or not self._open_namespaces(job).difference([space.name])
+        ):
+            self._end(space)
+            return
+        self._kept[space.name] = job
+        of_job = [name for name, other in self._kept.items() if other == job]
+        if len(of_job) > _AGREEMENTS_KEPT:
+            self._end(self.namespaces[of_job[0]])
+
+    def _open_namespaces(self, job: str) -> set[str]:
+        return {name for name in self.namespaces if _job_of(name) == job and name not in self._kept}
+
     def _end(self, space: Namespace) -> None:
         del self.namespaces[space.name]
         space.end()
         self.num_ended += 1
         job = _job_of(space.name)
-        if not any(_job_of(name) == job for name in self.namespaces):
+        self._kept.pop(space.name, None)
+        if not self._open_namespaces(job):
             self._resumable.pop(job, None)
+            kept = [name for name, other in self._kept.items() if other == job]
+            self._kept = {name: other for name, other in self._kept.items() if other != job}
+            for name in kept:
+                self._end(self.namespaces[name])
         self._finished.pop(space.name, None)
         if len(space.membership.finished) == space.membership.num_workers:
             self._finished[space.name] = None
@@ -1008,7 +1039,7 @@ class Engine:
         space.end_process(rank, leave.is_clean)
         pipelined.roll_back_broken(space)
         if space.membership.is_over(sender.now, self.config.dead_after):
-            self._end(space)
+            self._end_or_keep(space)
             return []
         return self._fail_hopeless(space, sender.now)
 

@@ -40,6 +40,8 @@ from kvstore_server.protocol.messages import Gather, Hello
 _ENDED_KEPT = 1024
 """How many ended sessions are remembered with their reason; older ones get a general answer."""
 _LOST_SERVERS = {kind.__name__ for kind in (ServerLostState, ServerStoppingError, ServerUnreachableError)}
+_GATHERED_KEPT = 4 << 20
+"""Bytes of what was gathered at past barriers."""
 _NAMED = 8
 """How many ranks a message describes; of others it gives the number."""
 
@@ -212,8 +214,9 @@ class Membership:
         """The departed ranks that finished."""
         self.barrier_sequence = 0
         self.barrier: dict[int, BarrierWait] = {}
-        self._gathered: tuple[bytes, ...] = ()
-        """What the ranks gave at the last barrier."""
+        self._gathered: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
+        """Barrier → what the ranks gave there; the last one, and as many before it as `_GATHERED_KEPT` allows, for
+        processes that come again to a barrier that another one of their rank has passed."""
 
     def join(self, session: RankSession) -> RankSession | None:
         """Let a process stand for its rank; return the session that it replaces, if any.
@@ -344,8 +347,7 @@ class Membership:
         """
         # 1. A repeated request for a barrier that has ended.
         if gather.sequence < self.barrier_sequence:
-            is_last = gather.sequence == self.barrier_sequence - 1
-            return [(waiter, self._gathered if is_last and gather.reads else ())]
+            return [(waiter, self._gathered.get(gather.sequence, ()) if gather.reads else ())]
         if gather.sequence > self.barrier_sequence:
             raise ProtocolError(
                 f"rank {rank} is at barrier {gather.sequence} while barrier {self.barrier_sequence} is open"
@@ -356,9 +358,15 @@ class Membership:
         self.barrier[rank] = BarrierWait(since, since + gather.timeout, waiter, gather.data, gather.reads)
         if self.absent_from_barrier():
             return []
-        self._gathered = tuple(self.barrier[each].data for each in range(self.num_workers))
+        gathered = tuple(self.barrier[each].data for each in range(self.num_workers))
+        self._gathered[self.barrier_sequence] = gathered
+        while (
+            len(self._gathered) > 1
+            and sum([sum(map(len, one)) for one in self._gathered.values()]) > _GATHERED_KEPT
+        ):
+            self._gathered.popitem(last=False)
         self.barrier_sequence += 1
-        released = [(wait.waiter, self._gathered if wait.reads else ()) for wait in self.barrier.values()]
+        released = [(wait.waiter, gathered if wait.reads else ()) for wait in self.barrier.values()]
         self.barrier.clear()
         return released
 

@@ -50,7 +50,8 @@ class Client:
         self.rounds = Rounds(self._session)
         self.rows = RowPulls(self._session, self.rounds)
         self._tables: dict[str, RemoteTable] = {}
-        self._barriers = 0
+        self.num_barriers = 0
+        """How many barriers this rank has passed."""
 
     @property
     def num_servers(self) -> int:
@@ -200,11 +201,13 @@ class Client:
         self.wait_pending()
         failpoint("worker.barrier.begin")
         timeout = self.options.timeout + self.options.dead_after
-        answer = self._session.call(0, m.Gather(self._barriers, self.options.timeout, data, reads), timeout)
+        answer = self._session.call(
+            0, m.Gather(self.num_barriers, self.options.timeout, data, reads), timeout
+        )
         assert isinstance(answer, m.Gathered)
         parts = list(answer.parts)
         # Last: a barrier that is repeated after an interrupt has been passed, and is answered at once.
-        self._barriers += 1
+        self.num_barriers += 1
         failpoint("worker.barrier.end")
         return parts
 

@@ -163,6 +163,15 @@ class DistKVStore(TableKVStore):
             raise
         return ServerAgreement(client)
 
+    @property
+    def num_collectives(self) -> tuple[int, int]:
+        """How many agreements this worker has opened, and how many barriers of the store it has passed."""
+        return self._sides, self._client.num_barriers
+
+    def resume_collectives(self, agreements: int, barriers: int) -> None:
+        """Count on from what an earlier process of this rank has done; those that it did after that are repeated."""
+        self._sides, self._client.num_barriers = agreements, barriers
+
     def close(self) -> None:
         try:
             super().close()

@@ -56,6 +56,8 @@ def describe_state(pipeline: StepPipeline, kind: str, user: bytes) -> bytes:
         "num_update": num_update,
         "behind": behind,
     }
+    if isinstance(store := pipeline.binding.store, DistKVStore):
+        own["collectives"] = store.num_collectives
     return ClientRecord(kind, holder.round, pipeline.num_steps + (kind == STEP), own, user).pack()
 
 
@@ -104,7 +106,7 @@ def _check_resumable(pipeline: StepPipeline) -> None:
     if selection.codec is not None and binding.is_lossy(pipeline.memory.plan.arena_sizes):
         raise ConfigurationError(
             "resume() is not possible with compression_params that keep back a part of each gradient: what is kept "
-            "back ends with the process. Use 'fp16' or 'bf16', or none"
+            "back ends with the process. Leave the type out; weights may be compressed on their way back ('pull')"
         )
     if selection.is_hierarchical:
         raise ConfigurationError("resume() is not possible with hierarchy=True; leave one of them out")
@@ -115,6 +117,8 @@ def _adopt(pipeline: StepPipeline, record: ClientRecord) -> None:
     for group, options in zip(pipeline.groups.live, own["groups"], strict=True):
         group.update({n: tuple(value) if isinstance(value, list) else value for n, value in options.items()})
     pipeline.groups.counts.adopt(own["num_update"], own["behind"])
+    if isinstance(store := pipeline.binding.store, DistKVStore):
+        store.resume_collectives(*own["collectives"])
     adopt_parts(own["parts"], pipeline)
 
 

@@ -53,6 +53,8 @@ def run_job(
     servers: int,
     *arguments: Any,
     in_group: bool = False,
+    restarts: int = 0,
+    environ: Mapping[str, str] = {},
 ) -> Job:
     """Call `body(rank, workers, *arguments)` in every worker; each computes on one thread, warnings are errors.
 
@@ -62,6 +64,8 @@ def run_job(
         arguments: Of JSON's kinds.
         in_group: Whether the workers are also ranks of torch.distributed, over gloo. A group that `body` makes itself
             and leaves behind is not ended in order.
+        restarts: How often a worker that a signal killed is started again.
+        environ: More variables of all processes.
 
     Raises:
         AssertionError: the job failed or took too long; shows its output.
@@ -69,19 +73,28 @@ def run_job(
     main = sys.modules["__main__"].__spec__
     module = main.name if body.__module__ == "__main__" and main else body.__module__
     call = [module, body.__name__, json.dumps(arguments), str(int(in_group))]
-    run_program(["-m", "tests.support.jobs", *call], folder, workers, servers)
+    run_program(["-m", "tests.support.jobs", *call], folder, workers, servers, restarts, environ)
     return Job(workers, servers, [torch.load(_file(folder, rank)) for rank in range(workers)])
 
 
-def run_program(command: Sequence[str], folder: Path, workers: int, servers: int) -> str:
+def run_program(
+    command: Sequence[str],
+    folder: Path,
+    workers: int,
+    servers: int,
+    restarts: int = 0,
+    environ: Mapping[str, str] = {},
+) -> str:
     """Run `python COMMAND` as every worker of a job, to its end; gives what all processes printed.
+
+    `restarts` and `environ` as in `run_job`.
 
     Raises:
         AssertionError: the job failed or took too long; shows its output.
     """
-    members = _Members(folder)
+    members = _Members(folder, environ)
     try:
-        code = members.run(command, workers, servers, JOB_LIMIT)
+        code = members.run(command, workers, servers, JOB_LIMIT, restarts)
     finally:
         members.close()
     output = members.log.read_text(errors="replace")
@@ -144,15 +157,17 @@ def _file(folder: Path, rank: int) -> Path:
 class _Members:
     """The processes of a job, which end together."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self.log = folder / "output.txt"
-        self._environ = _environ(folder)
+        self._environ = {**_environ(folder), **environ}
         self._output = self.log.open("ab")
         self._input = open(os.devnull, "rb")  # noqa: SIM115
         self._servers: list[Fork] = []
         self._workers: list[Fork] = []
 
-    def run(self, command: Sequence[str], workers: int, servers: int, seconds: float) -> int | None:
+    def run(
+        self, command: Sequence[str], workers: int, servers: int, seconds: float, restarts: int
+    ) -> int | None:
         """Run servers and workers; the first exit code that is not 0, or 0, or None where time was up."""
         deadline = time.monotonic() + seconds
         environ = {"KVSTORE_NUM_WORKERS": str(workers)}
@@ -160,7 +175,7 @@ class _Members:
             environ["KVSTORE_SERVERS"] = ",".join(self._start_servers(servers))
         for rank in range(workers):
             self._workers.append(self._start(command, {**environ, "KVSTORE_RANK": str(rank)}))
-        code = _first_failure(self._workers, deadline)
+        code = self._with_restarts(command, environ, restarts, deadline)
         if code == 0:
             for server in self._servers:
                 server.terminate()
@@ -170,6 +185,20 @@ class _Members:
             _first_failure(
                 [one for one in self._workers if not one.poll()], min(deadline, time.monotonic() + 5.0)
             )
+        return code
+
+    def _with_restarts(
+        self, command: Sequence[str], environ: Mapping[str, str], restarts: int, deadline: float
+    ) -> int | None:
+        """Like `_first_failure` of the workers, but start those again that a signal has killed."""
+        started = [0] * len(self._workers)
+        while (code := _first_failure(self._workers, deadline)) is not None and code < 0:
+            rank = next(at for at, worker in enumerate(self._workers) if (worker.poll() or 0) < 0)
+            if started[rank] == restarts:
+                break
+            started[rank] += 1
+            place = {"KVSTORE_RANK": str(rank), "KVSTORE_RESTARTS": str(started[rank])}
+            self._workers[rank] = self._start(command, {**environ, **place})
         return code
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -158,3 +159,34 @@ def test_asynchronous_contributions_keep_the_state_of_their_rank() -> None:
     told = job.hello(1)
     assert isinstance(told, m.Registered)
     assert told.client_state == STATE
+
+
+def open_agreement(job: Job, rank: int, **more: Any) -> int:
+    """Say hello in a namespace for collectives beside training; the session."""
+    nonce = b"%d side" % rank
+    hello = m.Hello("j/side1", rank, 2, 0, 1, "", f"h{rank}", nonce, (b"%d" % rank,), resumes=True, **more)
+    [welcome] = job.ask(rank, hello)
+    assert isinstance(welcome, m.Welcome)
+    return welcome.session
+
+
+def test_what_all_have_gathered_is_told_to_a_successor_that_comes_after_they_left() -> None:
+    job = resumable()
+    trainers = dict(job.sessions)
+    job.sessions.update({rank: open_agreement(job, rank) for rank in range(2)})
+    for rank in range(2):
+        job.ask(rank, m.Gather(0, 30.0, b"given by %d" % rank))
+    for rank in range(2):
+        job.leave(rank, is_clean=True)
+    nonce = b"of another process"
+    hello = m.Hello("j/side1", 1, 2, 0, 1, "", "h1", nonce, (b"1",), resumes=True, restarts=1)
+    [welcome] = job.ask(1, hello)
+    assert isinstance(welcome, m.Welcome)
+    job.sessions[1] = welcome.session
+    assert job.ask(1, m.Gather(0, 30.0, b"anything")) == [m.Gathered((b"given by 0", b"given by 1"))]
+    job.leave(1, is_clean=True)
+    job.sessions = trainers
+    for rank in range(2):
+        job.leave(rank, is_clean=True)
+    assert list(job.engine.namespaces) == []
+    assert job.engine.budget.used == 0

@@ -1,0 +1,221 @@
+"""Workers that are killed and started again: the run ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtrainer
+from kvstore_server.failpoints import FAILPOINT, FAILPOINT_DIR
+from kvtrainer.common.env import RESTARTS
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.utils import get_random_state, set_random_state
+from tests.support.jobs import Job, Results, error_of, run_job
+
+STEPS, WORKERS, SERVERS = 9, 3, 2
+POINTS = [
+    "worker.connect.open",
+    "worker.register.end",
+    "worker.init.begin",
+    "worker.init.end",
+    "worker.round.begin:2",
+    "worker.round.commit:4",
+    "worker.round.committed:4",
+    "worker.round.answered:4",
+    "worker.round.write:4",
+    "worker.round.written:4",
+    "worker.round.end:4",
+    "worker.round.end:10",
+    "worker.close",
+]
+"""Where rank 1 dies. The init counts as the first round."""
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    # Long enough for two servers; every gradient depends on the weights of both.
+    return torch.nn.Sequential(torch.nn.Linear(40, 600), torch.nn.Tanh(), torch.nn.Linear(600, 600))
+
+
+def digest(net: torch.nn.Module, trainer: kvtrainer.Trainer) -> str:
+    found = hashlib.sha256()
+    for parameter in net.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    for _, state in sorted(trainer.state_dict()["state"].items()):
+        for name, value in sorted(state.items()):
+            found.update(name.encode())
+            found.update(value.numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
+    return found.hexdigest()
+
+
+def training(
+    rank: int, workers: int, optimizer: str, options: Mapping[str, Any], steps: int = STEPS
+) -> Results:
+    """A loop whose data come from a generator that it resumes; counts the steps that this process made."""
+    net, made = model(), 0
+    with kvtrainer.Trainer(
+        net.named_parameters(), optimizer, {"learning_rate": 0.01}, kvstore="dist_sync", **options
+    ) as trainer:
+        start = trainer.resume()
+        torch.manual_seed(rank)
+        if start.client_state is not None:
+            set_random_state(start.client_state["random"])
+        for _ in range(start.round, steps):
+            trainer.backward(net(torch.randn(4, 40)).square().mean())
+            trainer.client_state = {"random": get_random_state()}
+            trainer.step(4 * workers)
+            made += 1
+        return {
+            "digest": digest(net, trainer),
+            "lr": trainer.param_groups[0]["lr"],
+            "start": start.round,
+            "made": made,
+            "restarts": int(os.environ.get(RESTARTS, "0")),
+        }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+    known: dict[str, Job] = {}
+
+    def run(optimizer: str, options: Mapping[str, Any]) -> Job:
+        name = f"{optimizer} {options}"
+        if name not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[name] = run_job(training, folder, WORKERS, SERVERS, optimizer, options)
+        return known[name]
+
+    return run
+
+
+def disturbed(folder: Path, points: str, optimizer: str, options: Mapping[str, Any], **environ: str) -> Job:
+    fired = folder / "fired"
+    fired.mkdir()
+    more = {FAILPOINT: points, FAILPOINT_DIR: str(fired), **environ}
+    job = run_job(
+        training, folder, WORKERS, SERVERS, optimizer, options, restarts=points.count(",") + 1, environ=more
+    )
+    assert len(list(fired.iterdir())) == points.count(",") + 1
+    return job
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_worker_that_dies_comes_back_and_the_run_ends_with_the_same_bits(
+    point: str, transport: str, tmp_path: Path, undisturbed: Callable[..., Job]
+) -> None:
+    name, _, nth = point.partition(":")
+    job = disturbed(tmp_path, f"{name}@1{nth and f':{nth}'}", "adam", {}, KVSTORE_TRANSPORT=transport)
+    assert job["digest"] == undisturbed("adam", {})["digest"]
+    assert job["restarts"] == [0, 1, 0]
+    assert [made for rank, made in enumerate(job["made"]) if rank != 1] == [STEPS, STEPS]
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a norm that is clipped on the servers": ("sgd", {"clip_grad": {"max_norm": 0.05}}),
+    "schedules": ("adam", {"schedules": [{"policy": "step", "step": [2, 4, 6], "by_epoch": False}]}),
+    "a loss scale": ("sgd", {"amp": {"loss_scale": "dynamic", "init_scale": 2.0**20, "growth_interval": 2}}),
+    "rounded weights": ("adagrad", {"compression_params": {"pull": "bf16"}}),
+    "changes of weights": ("sgd", {"compression_params": {"pull": "ternary"}}),
+    "gradients that are sent early": ("nag", {"overlap": True}),
+    "copied weights": ("adam", {"zero_copy": False}),
+}
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_what_options_keep_in_the_worker_goes_on_too(
+    what: str, tmp_path: Path, undisturbed: Callable[..., Job]
+) -> None:
+    optimizer, options = OPTIONS[what]
+    job = disturbed(tmp_path, "worker.round.committed@1:5,worker.round.begin@0:7", optimizer, options)
+    expected = undisturbed(optimizer, options)
+    assert job["digest"] == expected["digest"]
+    assert job["lr"] == expected["lr"]
+    assert job["restarts"] == [1, 1, 0]
+
+
+def test_all_workers_may_die_in_one_round(tmp_path: Path, undisturbed: Callable[..., Job]) -> None:
+    points = ",".join(f"worker.round.{at}:5" for at in ("begin@0", "commit@1", "committed@2"))
+    job = disturbed(tmp_path, points, "adam", {})
+    assert job["digest"] == undisturbed("adam", {})["digest"]
+    assert job["restarts"] == [1, 1, 1]
+
+
+def test_a_worker_may_die_again_and_again(tmp_path: Path, undisturbed: Callable[..., Job]) -> None:
+    points = ",".join(f"worker.round.committed@2:{nth}" for nth in (6, 3, 2))
+    job = disturbed(tmp_path, points, "adam", {})
+    assert job["digest"] == undisturbed("adam", {})["digest"]
+    assert job["restarts"] == [0, 0, 3]
+    assert job["made"][2] < STEPS
+
+
+def refusals(rank: int, workers: int) -> Results:
+    def trainer(**options: Any) -> kvtrainer.Trainer:
+        return kvtrainer.Trainer(model().named_parameters(), "sgd", kvstore="dist_sync", **options)
+
+    told = {}
+    for name, options in {
+        "2bit": {"compression_params": {"type": "2bit", "threshold": 0.5}},
+        "hierarchy": {"hierarchy": True},
+        "here": {"update_on_kvstore": False},
+    }.items():
+        with trainer(**options) as one:
+            told[name] = error_of(one.resume).partition(":")[0]
+    with trainer() as one:
+        one.set_data()
+        told["open"] = error_of(one.resume).partition(":")[0]
+    return told
+
+
+def test_what_would_end_with_the_process_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    [told] = run_job(refusals, tmp_path, 1, 1).results
+    assert told == dict.fromkeys(["2bit", "hierarchy", "here", "open"], "ConfigurationError")
+
+
+@pytest.mark.parametrize("kvstore", [None, "local", "device"])
+def test_without_servers_every_start_is_the_first(kvstore: str | None) -> None:
+    with kvtrainer.Trainer(model().named_parameters(), "sgd", kvstore=kvstore) as trainer:
+        assert trainer.resume() == (0, None)
+
+
+@pytest.mark.parametrize(
+    "value", [{1.5: 2}, {"a": torch.zeros(2)}, [1 << 70], {"a": [set()]}, b"x" * (49 << 10)]
+)
+def test_a_state_of_other_than_plain_values_or_too_long_is_refused_where_it_is_set(value: Any) -> None:
+    with kvtrainer.Trainer(model().named_parameters(), "sgd", kvstore=None) as trainer:
+        with pytest.raises(ConfigurationError):
+            trainer.client_state = value
+        assert trainer.client_state is None
+
+
+def test_random_states_continue_the_numbers_of_all_generators() -> None:
+    import random
+
+    import numpy as np
+
+    state = get_random_state()
+    first = random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
+    set_random_state(state)
+    assert (
+        random.random(),
+        np.random.rand(),
+        torch.rand(1).item(),
+        random.gauss(0, 1),
+        np.random.randn(),
+    ) == first
+
+
+@pytest.mark.parametrize("damage", [{}, {"python": [3, b"", None]}, {"torch": b"abc"}, {"cuda": [b"abcd"]}])
+def test_something_else_than_random_states_is_refused(damage: dict[str, Any]) -> None:
+    state = {**get_random_state(), **damage} if damage else {}
+    before = get_random_state()
+    with pytest.raises(ConfigurationError):
+        set_random_state(state)
+    assert get_random_state() == before
