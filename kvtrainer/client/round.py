@@ -32,7 +32,7 @@ class Round:
         self.repeated = -1
         """For a read of the weights with which a round began: its number; -1: of the present weights."""
         self.is_given = True
-        """Whether this worker computes with the weights that come; False if they are only inspected."""
+        """Whether this worker computes with the weights that come; False if they are only inspected, or prefetched."""
         self.server_requests: list[ServerRequest] = []
         self.open: list[ServerRequest] = []
         """The requests that are not answered yet."""
@@ -142,8 +142,9 @@ class Round:
         read = came >= 0
         if gone:
             read &= ~np.isin(layout.index, list(gone))
-        if self.is_given:
+        if self.is_given or not self.is_read:
             all_tables.newest[layout.server, layout.index[read]] = came[read]
+        if self.is_given:
             all_tables.version[layout.server, layout.index[read]] = came[read]
         if contribution.is_incremental or follows:
             all_tables.held[layout.server, layout.index[read]] = came[read]

@@ -31,6 +31,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
 from kvtrainer.client.contribution import Contribution, ServerLayout, encode_slices, valid_pushes
 from kvtrainer.client.flow_control import Backoff, cut
+from kvtrainer.client.prefetch import Prefetch
 from kvtrainer.client.round import Round
 from kvtrainer.client.server_request import NO_COMMITS, ServerRequest
 from kvtrainer.client.session import Session
@@ -59,6 +60,7 @@ class Rounds:
         """Table (index) → its open round."""
         self._eager_pushes: dict[int, EagerPush] = {}
         """Table (index) → its eager pushes."""
+        self._prefetch = Prefetch()
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
 
@@ -79,8 +81,15 @@ class Rounds:
             if table.index in self.open or self.tables.broken:
                 self.wait_pending(table)
             is_encoded |= table.compressor is not None
+        # Over a network request the new weights now if they are likely to be pulled.
+        buffers = None
+        if session.is_remote and not is_read:
+            is_push = contribution.values is not None and contribution.outs is None
+            buffers = self._prefetch.begin(tables, is_push and not _is_special(contribution))
+        if buffers is not None:
+            contribution = contribution._replace(outs=buffers)
         round_ = Round(contribution, session, is_read)
-        round_.repeated = repeated
+        round_.repeated, round_.is_given = repeated, buffers is None
         # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
         try:
@@ -130,6 +139,8 @@ class Rounds:
         except BaseException as error:
             self._end(round_, error)
             raise
+        if buffers is not None:
+            session.process_received()  # answers make room for parts that wait
         return round_
 
     def _declare_intent(self, round_: Round, eager: EagerPush | None) -> None:
@@ -276,6 +287,7 @@ class Rounds:
             () if eager is None or eager.speculative is None else eager.speculative.server_requests
         ):
             self._session.forget(request.number)
+        self._prefetch.forget(table.index)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
@@ -353,7 +365,13 @@ class Rounds:
         Args:
             repeated: The weights are those with which this round began, for a process that repeats it.
         """
-        self.wait(self.start(Contribution(tables, None, outs), is_read=True, repeated=repeated))
+        for table in tables if self._session.is_remote else ():
+            self.wait_pending(table)
+        if self._session.is_remote and repeated < 0 and self._prefetch.pull(tables, outs):
+            here = [table.index for table in tables]
+            self.tables.version[:, here] = self.tables.newest[:, here]
+        else:
+            self.wait(self.start(Contribution(tables, None, outs), is_read=True, repeated=repeated))
 
     def read(self, table: RemoteTable, out: Arenas) -> dict[int, int]:
         """Write a table's present weights into an arena, to inspect them; what this worker computes with stays.
@@ -558,6 +576,9 @@ class Rounds:
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
         all_tables.round[applied] += 1
         all_tables.is_initialised[applied] = True
+        if not round_.is_given:
+            vetoed = {table.index for table in tables if table.name in round_.vetoes}
+            self._prefetch.complete(set(applied.tolist()) - vetoed)
         for table in tables if round_.encoded else ():
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:
@@ -655,10 +676,13 @@ def _half_applied_error(
 def _can_declare_intent(one: Contribution) -> bool:
     """Return whether a contribution can be announced: all values against all weights, or neither."""
     is_even = (one.values is None) == (one.outs is None) and one.tables[0].is_initialised
-    is_special = (
+    return is_even and not _is_special(one)
+
+
+def _is_special(one: Contribution) -> bool:
+    return bool(
         one.absent or one.rows or one.veto or one.assign or one.joined or one.is_incremental or one.guard
     )
-    return is_even and not is_special
 
 
 class EagerPushMonitor:
