@@ -403,7 +403,7 @@ class RoundTracker:
     """Round state of all tables for one set of members: open rounds, contributions, failures.
 
     Attributes:
-        given: Rank → its contributions to the open rounds, in rank order, which is the order of summation.
+        inputs: Rank → its contributions to the open rounds, in rank order, which is the order of summation.
         num_committed: For each table, how many members have committed its open round.
         mismatches: Table → how many payloads differed from an earlier one with the same identity.
         num_ended: Applied rounds; those that end together count once.
@@ -993,7 +993,7 @@ class PartialSlice:
     separately, since most are summed one by one.
 
     Args:
-        mark: The mark of the slice; see `RankInputs.arrivals`.
+        arrival: What `RankInputs.arrivals` holds of the slice once all of it has arrived.
         part: Any one of its parts.
     """
 

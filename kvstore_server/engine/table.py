@@ -516,11 +516,11 @@ class Table:
                 deltas.leave(own, self.version)
         deltas.follow(self.version)
 
-    def _changed_rows(self, stack: int, held: int) -> Rows | None:
+    def _changed_rows(self, key: int, held: int) -> Rows | None:
         """Return the rows of a key to send; None if sending the whole key is not longer."""
         # Recording starts with the first request for changes; it costs time in every update.
         self.shard.notes_changes = True
-        slices, rows = self.unit.key_slices[stack], self.unit.changes.since(stack, held, self.version)
+        slices, rows = self.unit.key_slices[key], self.unit.changes.since(key, held, self.version)
         if rows and _bytes_of(self.plan, slices, rows) >= sum([slice_.nbytes for slice_ in slices]):
             return None
         return rows

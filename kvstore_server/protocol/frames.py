@@ -1,7 +1,7 @@
 """The wire format: messages as frames, one with header and body, and for data one with the raw payloads.
 
     header       magic "KV", protocol version, kind, session, request number, run id     (32 bytes, little-endian)
-    body         control kinds: one msgpack list (`control`); data kinds as below, in 64-bit numbers
+    body         control kinds: one msgpack list (`pack_control`); data kinds as below, in 64-bit numbers
 
     contribute   numbers of pushes and commits, rescale, timeout, hold; the matrix of pushes; that of commits
                  then, unless all are empty, msgpack [form, hyper-parameters, absent keys, client state] | the payloads

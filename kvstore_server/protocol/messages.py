@@ -412,7 +412,7 @@ class Weights:
     places: Matrix = field(default_factory=lambda: NO_PLACES)
     """(slot, version, place) of each mapped slice: where it begins, in which of the server's memories.
 
-    For a worker that knows the places, one slice of each table stands for all that have one, with the place STILL.
+    For a worker that knows the places, one slice of each table stands for all that have one, with the place SAME_PLACE.
     """
 
 

@@ -177,7 +177,7 @@ class Sums:
         """Sum rows; as in dense sums, equal scales are applied once. May return the rows of a scratch contribution.
 
         Args:
-            homes: Of one key, or of a group from `side_by_side`: ids count from the first row of the first key.
+            layouts: Of one key, or of a group from `side_by_side`: ids count from the first row of the first key.
         """
         # 1. Collect the rows of each rank, in the compute dtype.
         layout, parts = layouts[0], [one for one in contributions if layouts[0].key in one.rows]

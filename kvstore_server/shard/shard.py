@@ -731,13 +731,13 @@ class Shard:
     def _record_dense(self, chunk: ReduceChunk) -> None:
         first, present = chunk.segments.start, chunk.present
         for slot in self.storage.slots[chunk.first : chunk.end]:
-            changes, stack = slot.unit.changes, slot.slice.segments[0].key
+            changes, key = slot.unit.changes, slot.slice.segments[0].key
             here = None if present is None else present[slot.first - first : slot.last - first]
             if here is None or here.all():
-                changes.record(stack)
+                changes.record(key)
                 continue
             for position in np.flatnonzero(here).tolist():
-                changes.record(stack, position)
+                changes.record(key, position)
 
     def _record_rows(self, key: int, ids: Tensor | None) -> None:
         if not self.notes_changes:

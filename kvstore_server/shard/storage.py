@@ -64,7 +64,7 @@ class RowChanges:
     the first `since`.
 
     Args:
-        stacks: The slices here that workers hold copies of, by first key.
+        key_slices: The slices here that workers hold copies of, by first key.
     """
 
     def __init__(self, key_slices: Mapping[int, Sequence[Slice]]) -> None:
@@ -80,20 +80,20 @@ class RowChanges:
         self._floors: dict[int, int] = {}
         """Key → the version before which changes are unknown."""
 
-    def record(self, stack: int, position: int | None = None, ids: Tensor | None = None) -> None:
+    def record(self, key: int, position: int | None = None, ids: Tensor | None = None) -> None:
         """Record that rows of a segment have changed, `ids` as in `Rows`; without a position the whole key has."""
-        if self._is_wanted and stack in self._rooms:
-            before = self._pending.setdefault(stack, [])
+        if self._is_wanted and key in self._rooms:
+            before = self._pending.setdefault(key, [])
             if position is None or before is None:
-                self._pending[stack] = None
+                self._pending[key] = None
             elif ids is None or len(ids):
                 before.append({position: ids})
 
     def record_all(self) -> None:
-        for stack in self._rooms:
-            self.record(stack)
+        for key in self._rooms:
+            self.record(key)
 
-    def since(self, stack: int, held: int, version: int) -> Rows | None:
+    def since(self, key: int, held: int, version: int) -> Rows | None:
         """Return the rows of a key that changed from version `held` to the current one; None: send the whole key."""
         if not self._is_wanted:
             self._is_wanted = True
@@ -113,9 +113,9 @@ class RowChanges:
         self._pending.clear()
         if held == version:
             return {}
-        if held < self._floors[stack]:
+        if held < self._floors[key]:
             return None
-        newest_first = reversed(self._entries.get(stack, ()))
+        newest_first = reversed(self._entries.get(key, ()))
         return _union_rows(
             [rows for _, rows in itertools.takewhile(lambda entry: entry[0] > held, newest_first)]
         )

@@ -247,7 +247,7 @@ class ServerLayout:
         """The keys that were left out last or given as rows, and the slices (by position) that were given then."""
 
     @cached_property
-    def _stack_ends(self) -> list[int]:
+    def _key_ends(self) -> list[int]:
         """By slice, the end of its key's exclusive slices; for shared slices, the next index."""
         where = [(of, slice_.segments[0].key) for of, slice_ in zip(self.table, self.slices, strict=True)]
         return _ends_of_runs(where)
@@ -289,7 +289,7 @@ class ServerLayout:
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:
         """Return the end of the slice range that a reply with rows covers: the whole key if it has no rows."""
-        return min(at + num_slices(raw), self._run_ends[at]) if len(raw) else self._stack_ends[at]
+        return min(at + num_slices(raw), self._run_ends[at]) if len(raw) else self._key_ends[at]
 
     def runs_of(self, given: Sequence[int]) -> list[_Where]:
         runs: list[_Where] = []

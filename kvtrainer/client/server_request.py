@@ -122,10 +122,10 @@ class ServerRequest:
         return commits
 
     def follow(self, valid: Collection[int], are_all: bool) -> None:
-        """Commit after eager pushes; if none of those is kept, tell the server to discard them.
+        """Commit after eager pushes; if none of those is valid, tell the server to discard them.
 
         Args:
-            kept: Slices (by index) that count as they were pushed.
+            valid: Slices (by index) that count as they were pushed.
             are_all: No other slice was pushed, so the slices that follow need no new generation.
         """
         self.valid = frozenset([at for at in self.given if self.layout.slices[at].index in valid])

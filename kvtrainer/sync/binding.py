@@ -357,7 +357,7 @@ class Binding:
         """Run one round of the gathered gradients, scaled. Raises before or after the round, never in between.
 
         Args:
-            options: The options that hold now, as `read_options` returns them.
+            options: The options that hold now, as `read_hypers` returns them.
             absent: The keys without a gradient here.
             veto: Whether a gradient here forbids the update on all workers.
             limits: What is checked of the sum; by the store if it updates in synchronous rounds.

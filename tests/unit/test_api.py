@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import kvstore_server
@@ -81,6 +82,46 @@ def test_a_tensor_that_is_made_from_nothing_names_its_device() -> None:
                 if not {"device", None} & {one.arg for one in options}:
                     unnamed.append(f"{path}:{node.lineno}: torch.{name}")
     assert unnamed == []
+
+
+def test_every_argument_that_a_docstring_explains_exists() -> None:
+    classes = {node.name: node for _, node in _nodes() if isinstance(node, ast.ClassDef)}
+    unknown, count = [], 0
+    for path, node in _nodes():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            explained, known = _explained(ast.get_docstring(node) or ""), _parameters(node, classes)
+            count += len(explained)
+            unknown += [f"{path}:{node.lineno}: {name}" for name in explained if not {name, "**"} & known]
+    assert (unknown, count > 500) == ([], True)
+
+
+def _explained(docstring: str) -> list[str]:
+    """The names under "Args:" of a docstring; of `*args` and `**kwargs` any may be meant."""
+    section = re.search(r"^Args:\n((?: .*\n|\n)*)", docstring + "\n", re.MULTILINE)
+    entries = re.findall(r"^ {4}(\w+(?:, \w+)*):", section[1] if section else "", re.MULTILINE)
+    return [name for entry in entries for name in entry.split(", ")]
+
+
+def _parameters(node: ast.AST, classes: Mapping[str, ast.ClassDef]) -> set[str]:
+    """The parameters of a function, or those and the fields of a class and its bases; "**" if it takes any."""
+    match node:
+        case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
+            named = {one.arg for one in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
+            return named | ({"**"} if args.kwarg is not None else set())
+        case ast.ClassDef(_, bases, _, body):
+            named = {
+                one.target.id
+                for one in body
+                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+            }
+            makers = [
+                one
+                for one in body
+                if isinstance(one, ast.FunctionDef) and one.name in ("__init__", "__new__")
+            ]
+            ours = [classes[one.id] for one in bases if isinstance(one, ast.Name) and one.id in classes]
+            return named.union(*[_parameters(one, classes) for one in (*makers, *ours)])
+    return set()
 
 
 def _nodes() -> Iterator[tuple[Path, ast.AST]]:
