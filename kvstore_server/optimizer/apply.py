@@ -7,7 +7,8 @@ state.
 
 Fused kernels round the tail of a vector differently from its body. So runs are whole lines, and gathered rows are
 copied to scratch memory that is padded with zeros; then no bit depends on where the vector around an element was cut.
-For the same reason unverified optimizers get blocks that torch does not split between threads (`_update_in_blocks`).
+That is tested for optimizers that are `verified`. For the same reason all others, such as those of users, get blocks
+that torch does not split between threads (`_update_in_blocks`).
 
 Callers have turned autograd off.
 """
@@ -37,15 +38,15 @@ from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.optimizer.trees import flatten, is_composed, is_plain_leaf, unflatten
 from kvstore_server.plan import ALIGNMENT
 
-Room = Callable[[str, Tensor], Tensor]
-"""(name, a tensor of the dtype) → a flat, zeroed entry for all elements of a key."""
+EntryAllocator = Callable[[str, Tensor], Tensor]
+"""(name, a tensor of the dtype) → a new entry of the state: flat zeros for all elements of a key."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _BLOCK = 32768
 """Up to this many elements (torch's grain size) an elementwise operation runs on one thread. Longer ones are split
 anywhere, and operations such as pow or sigmoid round the end of a share differently.
 """
-_UNIT = 64
+_VECTORS = 64
 """torch's vector loops cover multiples of this without a remainder, which would be rounded differently."""
 
 
@@ -53,8 +54,8 @@ def is_half(weight: Tensor) -> bool:
     return weight.dtype in _HALF
 
 
-def follow(master: Tensor, weight: Tensor) -> Tensor:
-    """Return `master`, after copying weights into it that were replaced (that are not its rounding)."""
+def refresh_master(master: Tensor, weight: Tensor) -> Tensor:
+    """Return a float32 copy of weights, after copying those into it that were replaced (that are not its rounding)."""
     replaced = master.to(weight.dtype) != weight
     if replaced.any():
         master.copy_(torch.where(replaced, weight.to(master.dtype), master))
@@ -97,10 +98,11 @@ def apply_update(
         if weight.dtype in _HALF:
             target = _wide_weights(optimizer, weight, state)
         step_hyper = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
-        bound = hyper.get("clip_gradient")
-        if bound is not None:
-            bound = step_hyper["clip_gradient"] = bound_of(bound, target)
-        bound = bound if optimizer.clips else None
+        bound = None
+        if hyper.get("clip_gradient") is not None:
+            # An optimizer that clips by itself reads the limit from its options.
+            limit = step_hyper["clip_gradient"] = bound_of(hyper["clip_gradient"], target)
+            bound = limit if optimizer.clips else None
         if (
             bound is not None
             and optimizer.mxnet1_clips_decay
@@ -109,14 +111,15 @@ def apply_update(
         ):
             grad, scale = joined(grad, scale).add_(target, alpha=hyper["weight_decay"]), 1.0
             step_hyper["weight_decay"] = 0.0
-        is_plain = scale == 1.0 and bound is None
-        # 2. Update: in blocks, unless the optimizer reads its tensors only once or takes the gradient in pieces.
-        is_here = is_flat and weight.device.type == "cpu"
+        is_ready = scale == 1.0 and bound is None
+        # 2. Update. Flat memory on the CPU is updated in blocks, unless the optimizer cuts blocks itself (it takes the
+        # gradient in pieces), or everything is read only once (by a one-pass kernel, from a gradient that is ready).
+        is_flat_on_cpu = is_flat and weight.device.type == "cpu"
         given: Any = grad
-        if is_here and not (optimizer.takes_pieces or (optimizer.one_pass and is_plain)):
+        if is_flat_on_cpu and not (optimizer.takes_pieces or (optimizer.one_pass and is_ready)):
             _update_in_blocks(optimizer, target, given, state, step_hyper, scale, bound)
         else:
-            if is_here and optimizer.takes_pieces:
+            if is_flat_on_cpu and optimizer.takes_pieces:
                 given = grad if isinstance(grad, GradFragments) else GradFragments([grad])
                 given = given._replace(scale=scale, bound=bound)
             else:
@@ -144,7 +147,7 @@ def _wide_weights(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
     if not optimizer.multi_precision:
         optimizer.warn_of_low_precision(weight.dtype)
         return weight.float()
-    state.master = weight.float() if state.master is None else follow(state.master, weight)
+    state.master = weight.float() if state.master is None else refresh_master(state.master, weight)
     return state.master
 
 
@@ -157,9 +160,9 @@ def _update_in_blocks(
     scale: float,
     bound: float | None,
 ) -> None:
-    """Update a run in blocks that stay in the cache."""
-    # Bits of an unverified optimizer could depend on where a vector ends, so it gets blocks of whole units that torch
-    # does not split between threads, padded with zeros.
+    """Update a run in blocks that stay in the cache, or that have the same bits wherever a vector is cut."""
+    # Bits of an unverified optimizer could depend on where a vector ends, so it gets blocks without a remainder that
+    # torch does not split between threads, padded with zeros.
     length = CACHED if optimizer.verified else _BLOCK
     former = state.values if state.step else {}
     result: Values = {}
@@ -167,21 +170,22 @@ def _update_in_blocks(
     for offset in range(0, weight.numel(), length):
         part = slice(offset, offset + length)
         count = weight[part].numel()
-        spare = 0 if optimizer.verified else -count % _UNIT
+        spare = 0 if optimizer.verified else -count % _VECTORS
         padded, padded_grad = append_zeros(weight[part], spare), append_zeros(grad[part], spare)
         padded_grad = padded_grad if scale == 1.0 else padded_grad * scale
         if bound is not None:
             padded_grad = padded_grad.clamp(-bound, bound)
         if state.step:
-            values = {n: append_zeros(v[part], spare) if _has_rows(v) else own(v) for n, v in former.items()}
+            values = {n: append_zeros(v[part], spare) if _is_array(v) else own(v) for n, v in former.items()}
         else:
             values = optimizer.create_state(padded)
+        block_hyper = step_hyper
         if optimizer.positioned:
-            step_hyper = {**step_hyper, "first": step_hyper["first"] + (offset and length)}
+            block_hyper = {**step_hyper, "first": step_hyper["first"] + offset}
         if not optimizer.verified:
             values = unflatten(values)
         # 2. Update it.
-        optimizer.update(padded, padded_grad, values, step_hyper)
+        optimizer.update(padded, padded_grad, values, block_hyper)
         if not optimizer.verified:
             values = flatten(values)
         # 3. Copy back what is not a view: padded weights, and entries of the state.
@@ -189,7 +193,7 @@ def _update_in_blocks(
             weight[part].copy_(padded[:count])
         for name, value in values.items():
             entry = value if optimizer.verified else _check_entry(optimizer, name, value, (), padded.shape)
-            if _has_rows(entry):
+            if _is_array(entry):
                 whole = result.get(name, former.get(name))
                 if not isinstance(whole, Tensor):
                     whole = entry.new_zeros(weight.numel())
@@ -201,7 +205,7 @@ def _update_in_blocks(
 
 
 def _check_entry(
-    optimizer: Optimizer, name: str, value: object, padded: Sequence[Tensor], shape: torch.Size | None
+    optimizer: Optimizer, name: str, value: object, borrowed: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
     """Check an entry of the state; copy it if it shares memory with a borrowed tensor. Raises OptimizerError."""
     fits = is_plain_leaf(value)
@@ -224,7 +228,7 @@ def _check_entry(
             f"{' or '.join(RESERVED)}"
         )
     if isinstance(value, Tensor):
-        dense = [other.values() if other.is_sparse else other for other in padded]
+        dense = [other.values() if other.is_sparse else other for other in borrowed]
         memory = {other.untyped_storage().data_ptr() for other in dense}
         return value.clone() if value.untyped_storage().data_ptr() in memory else value
     return value
@@ -237,7 +241,7 @@ def update_rows(
     grad_rows: Tensor,
     state: State,
     hyper: Hyper,
-    room: Room,
+    allocate: EntryAllocator,
 ) -> None:
     """Update a key, or a block of its rows, once. The gradient is zero outside `rows`.
 
@@ -250,7 +254,7 @@ def update_rows(
         grad_rows: One row for each id, rescaled; float64 for float64 weights, otherwise float32. May be overwritten.
         state: Of this key, updated in place; entries with a number per element have the shape of the key.
         hyper: As for `apply_update`.
-        room: Allocates entries that a lazy update adds.
+        allocate: Makes the entries that a lazy update adds.
 
     Raises:
         OptimizerError, Exception: Like `apply_update`.
@@ -272,7 +276,7 @@ def update_rows(
         )
         apply_update(optimizer, weight, sparse, state, hyper)
     elif takes_rows(optimizer, hyper):
-        _update_lazily(optimizer, weight, rows, grad_rows, state, hyper, room)
+        _update_lazily(optimizer, weight, rows, grad_rows, state, hyper, allocate)
     else:
         dense = grad_rows.new_zeros(weight.shape)
         dense[rows] = grad_rows
@@ -280,7 +284,8 @@ def update_rows(
 
 
 def takes_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Return whether updating by rows gives another result than a dense gradient with zeros in all other rows."""
+    """Return whether a row-sparse gradient must stay one: with zeros in all other rows the result would differ."""
+    # Gathered rows are not adjacent, so a positioned optimizer could not know their positions: it gets zeros, too.
     return optimizer.takes_sparse(hyper) or (optimizer.updates_rows(hyper) and not optimizer.positioned)
 
 
@@ -299,7 +304,7 @@ def _update_lazily(
     grad_rows: Tensor,
     state: State,
     hyper: Hyper,
-    room: Room,
+    allocate: EntryAllocator,
 ) -> None:
     """Update the rows present as if they were a whole key."""
     if not state.step:  # create_state gets the whole key
@@ -309,7 +314,7 @@ def _update_lazily(
         values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
         for name, value in flatten(values).items():
             entry = _check_entry(optimizer, name, value, (whole,), None)
-            is_flat = optimizer.elementwise and _has_rows(entry)
+            is_flat = optimizer.elementwise and _is_array(entry)
             state.values[name] = (
                 torch.as_tensor(entry, device=weight.device).view(weight.shape) if is_flat else entry
             )
@@ -320,7 +325,7 @@ def _update_lazily(
             at_once = max(CACHED // max(weight[0].numel(), 1), 1)
         for first in range(0, len(rows), at_once):
             part = slice(first, first + at_once)
-            _update_some(optimizer, weight, rows[part], grad_rows[part], state, hyper, room)
+            _update_some(optimizer, weight, rows[part], grad_rows[part], state, hyper, allocate)
     state.step += 1
 
 
@@ -331,22 +336,22 @@ def _update_some(
     grad_rows: Tensor,
     state: State,
     hyper: Hyper,
-    room: Room,
+    allocate: EntryAllocator,
 ) -> None:
     """Gather some rows, update them and scatter them back, without counting the update."""
     kept, master = state.values, state.master
-    count, unit = grad_rows.numel(), ALIGNMENT // weight.element_size()
-    length = -(-count // unit) * unit if optimizer.elementwise else 0
+    count, line = grad_rows.numel(), ALIGNMENT // weight.element_size()
+    length = -(-count // line) * line if optimizer.elementwise else 0
     grad = append_zeros(grad_rows.reshape(-1), length - count) if length else grad_rows
     piece = gather_rows(weight, rows, length)
-    values = {name: gather_rows(v, rows, length) if _has_rows(v) else v for name, v in kept.items()}
+    values = {name: gather_rows(v, rows, length) if _is_array(v) else v for name, v in kept.items()}
     part = State(values, state.step, None if master is None else gather_rows(master, rows, length))
     apply_update(optimizer, piece, grad, part, hyper, lambda: [slice(count, None)])
-    changed = {name: value for name, value in part.values.items() if _has_rows(value)}
+    changed = {name: value for name, value in part.values.items() if _is_array(value)}
     for name, value in changed.items():
         entry = kept.get(name, 0)
-        if not _has_rows(entry):
-            entry = _new_entry(optimizer, name, value, weight, len(rows), room)
+        if not _is_array(entry):
+            entry = _new_entry(optimizer, name, value, weight, len(rows), allocate)
         part.values[name] = entry
         put_rows(entry, rows, value)
     put_rows(weight, rows, piece)
@@ -355,15 +360,16 @@ def _update_some(
     state.values = part.values
 
 
-def _has_rows(value: object) -> TypeGuard[Tensor]:
+def _is_array(value: object) -> TypeGuard[Tensor]:
+    """Return whether an entry of the state has numbers for elements or rows; 0-d tensors are single numbers."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _new_entry(
-    optimizer: Optimizer, name: str, value: Tensor, weight: Tensor, count: int, room: Room
+    optimizer: Optimizer, name: str, value: Tensor, weight: Tensor, count: int, allocate: EntryAllocator
 ) -> Tensor:
     if optimizer.elementwise:
-        return room(name, value).view(weight.shape)
+        return allocate(name, value).view(weight.shape)
     if len(value) != count:
         raise OptimizerError(
             f"optimizer {optimizer.registered_name} put a tensor of shape {tuple(value.shape)} into its state as "

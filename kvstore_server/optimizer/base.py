@@ -172,8 +172,8 @@ class Optimizer:
     mxnet1_decayed: ClassVar[tuple[str, ...]] = ("_weight", "_gamma")
     """Endings of the names of parameters that MXNet 1.9.1 decays; see `param_idx2name`."""
     takes_pieces: ClassVar[bool] = False
-    """Whether `update` never writes to the gradient and also accepts it as `GradFragments`. Not inherited: a
-    subclass must declare it itself.
+    """Whether `update` never writes to the gradient and also accepts it as `GradFragments`. Only counts for a class
+    that is `verified`, because pieces may be cut anywhere. Not inherited: a subclass must declare it itself.
     """
 
     hyper: dict[str, Any]
@@ -200,7 +200,7 @@ class Optimizer:
         own = vars(cls)
         cls.name = own.get("name") or cls.__name__.lower()
         # A class derived from one that takes pieces may have another `update`.
-        cls.takes_pieces = bool(own.get("takes_pieces"))
+        cls.takes_pieces = bool(own.get("takes_pieces")) and cls.verified
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvstore_server.optimizer import Optimizer, States
-from kvstore_server.optimizer.apply import follow, is_half
+from kvstore_server.optimizer.apply import is_half, refresh_master
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
 from kvstore_server.optimizer.trees import clone_tree, flatten, is_composed, map_tree
 from kvstore_server.plan import Plan, Slice
@@ -661,7 +661,7 @@ class JointUpdate:
         weights = place.float()
         if self._optimizer.multi_precision:
             held = self._masters.get(key)
-            weights = self._masters[key] = weights if held is None else follow(held, place)
+            weights = self._masters[key] = weights if held is None else refresh_master(held, place)
         self._wide[key] = wide = Parameter(weights)
         if parameter in self.instance.state:
             self.instance.state[wide] = self.instance.state.pop(parameter)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, State, apply_update, create
+from kvstore_server.optimizer.base import Hyper, Values
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.optimizer_slices import (
     BUILT_IN,
@@ -294,6 +295,27 @@ def test_an_entry_in_the_memory_of_the_gradient_or_of_the_weights_is_copied(what
     weight.zero_()
     grad.zero_()
     assert torch.as_tensor(state.values["kept"]).bool().all()
+
+
+def test_only_a_verified_optimizer_gets_its_gradient_in_pieces() -> None:
+    """Pieces are cut anywhere, and an entry of the state could be a part of one."""
+
+    class Greedy(Optimizer):
+        takes_pieces = True
+
+        def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+            weight.sub_(grad)
+            state["last"] = grad
+
+    class Verified(Greedy):
+        takes_pieces, verified = True, True
+
+    optimizer, state = Greedy(), State()
+    weight, grad = torch.ones(16), torch.ones(16)
+    apply_update(optimizer, weight, grad, state, optimizer.hyper)
+    assert (optimizer.takes_pieces, Verified.takes_pieces) == (False, True)
+    assert (weight == 0).all()
+    assert (state.values["last"] == 1).all()
 
 
 def test_update_sees_the_shape_the_name_and_the_number_of_the_update() -> None:
