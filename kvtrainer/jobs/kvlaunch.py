@@ -47,7 +47,7 @@ environment that a worker finds:
   KVSTORE_SERVERS      comma-separated tcp://HOST:PORT of the servers; unset with -s 0
   OMP_NUM_THREADS      cores divided by workers, at least 1, unless you have set it
   PYTHONUNBUFFERED     1, unless you have set it
-  MALLOC_…             glibc keeps up to 1 GiB of freed memory for reuse, unless you have set them
+  MALLOC_…             glibc keeps up to 1 GiB of freed memory for reuse, unless you have set these variables
 It does not find what another launcher (torchrun, Slurm, MPI) has said of kvlaunch's own place: RANK, LOCAL_RANK,
 SLURM_PROCID, SLURM_LOCALID and so on; --env passes them on all the same.
 
@@ -56,7 +56,7 @@ environment that kvlaunch leaves to you, and that workers read:
   KVSTORE_CONNECT_TIMEOUT  longest wait for the first answer of a server, in seconds (30)
   KVSTORE_DEAD_AFTER       a peer counts as dead after this many seconds of silence (60); servers read it too
   KVSTORE_SLOW_AFTER       a wait for other workers that takes longer is logged, in seconds (10); servers read it too
-  KVSTORE_TRANSPORT        auto: through shared memory on the same host; shm: do not begin without it; tcp: never
+  KVSTORE_TRANSPORT        auto: through shared memory on the same host; shm: fail without it; tcp: never use it
   KVSTORE_LOG              debug: a line for each message and each transition of a round; servers read it too
 
 hosts: a line of HOSTFILE is HOST, HOST slots=N or HOST:N, where HOST may be USER@HOST; '#' begins a comment.
@@ -129,6 +129,7 @@ def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _set_hosts(options: argparse.Namespace) -> None:
+    """Set where processes run (`remote`) and servers listen (`binds`), and tell servers if that may be public."""
     options.remote = None
     options.binds = ["tcp://127.0.0.1:0"] * options.servers
     if options.hostfile is None:
@@ -187,7 +188,7 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
         if options.linger is None and options.servers:
             unheard = read_timeout(os.environ, DEAD_AFTER) + TO_REPORT
         options.limits = JobTimeouts(options.start_timeout, linger, unheard, options.grace)
-        options.env = _parse_environment(options.env)
+        options.env = _parse_environment(options.env)  # texts until here, names and values from now on
         _set_hosts(options)
     except ConfigurationError as error:
         parser.error(str(error))
@@ -203,7 +204,7 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    # Two more groups follow, under headings of their own in --help.
+    # In the groups that follow, `add` adds to that group, under its heading in --help.
     add = parser.add_argument
     add(
         "-n",
@@ -249,12 +250,12 @@ def _make_parser() -> argparse.ArgumentParser:
     add = partial(
         parser.add_argument_group("waits, in seconds").add_argument, type=_parse_seconds, metavar="SEC"
     )
-    # It has no default here, because that depends on how the others can notice the failure.
     add(
         "--start-timeout",
         default=JobTimeouts.start,
         help="how long the servers may take to listen (%(default)g)",
     )
+    # It has no default here, because that depends on how the others can notice the failure.
     add(
         "--linger",
         help="how long to wait after the first failure, so that other processes can report it, too "

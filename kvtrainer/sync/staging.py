@@ -285,18 +285,18 @@ class DeviceSink(WeightSink):
     def deliver(self, weights: Arenas, outs: Arenas) -> None:
         self._staging.up(weights, outs)
 
-    def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
-        return self._slices.get(piece.index, (-1, -1))[:2] == (server, place)
+    def is_mapped(self, slice_: Slice, server: int, place: int) -> bool:
+        return self._slices.get(slice_.index, (-1, -1))[:2] == (server, place)
 
-    def map(self, piece: Slice, server: int, place: int, memory: Memory, begin: int) -> None:
-        one = _Range(piece.dtype, piece.offset, piece.used, memory, begin)
+    def map(self, slice_: Slice, server: int, place: int, memory: Memory, begin: int) -> None:
+        one = _Range(slice_.dtype, slice_.offset, slice_.used, memory, begin)
         if one.end > memory.nbytes:
-            raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
-        self._slices[piece.index] = server, place, one
+            raise OSError(f"slice {slice_.index} is at {begin} of {memory.nbytes} bytes")
+        self._slices[slice_.index] = server, place, one
         self.num_moves += 1
 
-    def unmap(self, piece: Slice) -> None:
-        if self._slices.pop(piece.index, None) is not None:
+    def unmap(self, slice_: Slice) -> None:
+        if self._slices.pop(slice_.index, None) is not None:
             self.num_moves += 1
 
     def commit(self) -> None:
