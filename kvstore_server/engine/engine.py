@@ -937,7 +937,7 @@ class Engine:
                 f"rank {hello.rank} was taken over by {hello.address}; if that is another job on the same servers, "
                 "give each its own namespace=…",
             )
-        space.begin_process(hello.rank)
+        space.begin_process(hello.rank, hello.resumes)
         pipelined.roll_back_broken(space)
         return m.Welcome(self.config.run, session.token, self.config.spread_from)
 

@@ -433,14 +433,14 @@ class Namespace:
                 self.claim(len(state) - former, f"what the successor of rank {rank} gets")
             self.client_states[table.number, rank] = state
 
-    def begin_process(self, rank: int) -> None:
+    def begin_process(self, rank: int, resumes: bool) -> None:
         """Drop what a rank had not committed, because a new process takes it over."""
-        self.rounds.begin_process(rank)
+        self.rounds.begin_process(rank, resumes)
         self._forget(rank)
 
     def end_process(self, rank: int, is_done: bool) -> None:
         """Drop what a rank had not committed, because its process has ended."""
-        self.rounds.end_process(rank, is_done)
+        self.rounds.end_process(rank, is_done, rank in self.membership.resumable)
         self._forget(rank)
 
     def _forget(self, rank: int) -> None:

@@ -31,7 +31,7 @@ Slices of past rounds are ignored and slices of future rounds refused; a commit 
 
 In synchronous mode every round has all ranks as members. In the other modes only a table's first round does, which
 sets its values; from then on each rank has a *lane*: a tracker of its own with one member. A process that takes a rank
-over begins a new lane. A rank's clock counts the rounds of its lane, however they ended, so all servers agree on it.
+over begins a new lane, unless it continues where the former one has ended. A rank's clock counts the rounds of its lane, however they ended, so all servers agree on it.
 With a bound, a rank whose clock is c may read only when every rank's clock is at least c − bound (stale synchronous
 parallel). A rank that joined (has no more data), or that left because it was done, holds nothing up.
 
@@ -847,19 +847,23 @@ class NamespaceRounds:
         if round_ == lane.number(table) - 1:
             lane.undo(table, error)
 
-    def begin_process(self, rank: int) -> None:
-        """Let a new process of a rank take part, in a new lane."""
+    def begin_process(self, rank: int, resumes: bool) -> None:
+        """Let a new process of a rank take part, in a new lane; one that resumes goes on in that of the former one."""
         # Commits of the former process stay; it can no longer be answered.
         self.shared.replace_process(rank)
-        self._lanes.pop(rank, None)
+        if resumes and rank in self._lanes:
+            self._lanes[rank].replace_process(rank)
+        else:
+            self._lanes.pop(rank, None)
         for joined in self._joined.values():
             joined.discard(rank)
         self.left.discard(rank)
 
-    def end_process(self, rank: int, is_done: bool) -> None:
+    def end_process(self, rank: int, is_done: bool, is_resumable: bool) -> None:
         """End the process of a rank; if it was done, no rank waits for it any more."""
         self.shared.replace_process(rank)
-        self._lanes.pop(rank, None)
+        if not is_resumable:
+            self._lanes.pop(rank, None)
         if is_done:
             self.left.add(rank)
 

@@ -114,8 +114,8 @@ class Client:
         for at in range(0, len(requests), _TABLES_PER_REGISTER):
             self._register(requests[at : at + _TABLES_PER_REGISTER], resumes)
         failpoint("worker.register.end")
-        for table in declared.values() if resumes and self.options.mode.is_sync else ():
-            table.take_over()
+        for table in declared.values() if resumes else ():
+            table.take_over(self.options.mode.is_sync)
         self._tables.update(declared)
         return list(declared.values())
 
@@ -144,8 +144,7 @@ class Client:
             goes_on = reply.next_round > 0
             if resumes:
                 table.record_takeover(server, reply)
-            if resumes and self.options.mode.is_sync:
-                pass  # `take_over` follows, once all servers have answered
+                # `take_over` follows, once all servers have answered.
             elif not self.options.mode.is_sync and (not is_known or table.is_initialised == goes_on):
                 # The others may have gone on without a process of this rank, and it goes on beside them.
                 table.resume(max(table.round, reply.next_round), goes_on)

@@ -268,15 +268,15 @@ class RemoteTable:
             {**known.committed, server: committed}, {**known.client_states, server: registered.client_state}
         )
 
-    def take_over(self) -> None:
+    def take_over(self, is_sync: bool) -> None:
         """Go on where the earlier process of this rank has ended, according to what all servers have said."""
         assert self.takeover is not None
         if max(self.takeover.committed.values()) < 0:
             self.takeover = None
-        elif self.takeover.is_partial:
-            self.resume(self.takeover.first + 1, self.takeover.first >= 0)
+        elif is_sync and not self.takeover.is_partial:
+            self.resume(self.takeover.first, True)  # its commit is repeated, to wait for its end
         else:
-            self.resume(self.takeover.first, True)
+            self.resume(self.takeover.first + 1, self.takeover.first >= 0)
 
     def resume(self, round_: int, is_initialised: bool) -> None:
         self._tables.round[self.index] = round_

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -219,3 +220,36 @@ def test_something_else_than_random_states_is_refused(damage: dict[str, Any]) ->
     with pytest.raises(ConfigurationError):
         set_random_state(state)
     assert get_random_state() == before
+
+
+def counting(rank: int, workers: int, kvstore: str, steps: int) -> Results:
+    """Every push adds one to the weights, exactly; the data cursor is the script's own state."""
+    weight = torch.nn.Parameter(torch.zeros(2000))
+    options = {"learning_rate": 1.0}
+    with kvtrainer.Trainer([weight], "sgd", options, kvstore=kvstore) as trainer:
+        start = trainer.resume()
+        cursor = start.client_state["cursor"] if start.client_state else 0
+        while cursor < steps:
+            cursor += 1
+            weight.grad = torch.full((2000,), -1.0)
+            trainer.client_state = {"cursor": cursor}
+            trainer.step(1)
+        store = trainer.kvstore
+        assert store is not None
+        with contextlib.closing(store.open_agreement()) as agreement:
+            agreement.all_gather(b"done")
+        found = next(iter(trainer.pull_weights().values()), weight).detach()
+    return {"counts": sorted(set(found.tolist())), "start": start.round}
+
+
+@pytest.mark.parametrize("point", ["committed", "begin", "commit", "end"])
+@pytest.mark.parametrize("kvstore", ["dist_async", "dist_ssp"])
+def test_pushes_that_count_one_by_one_count_once_over_a_restart(
+    kvstore: str, point: str, tmp_path: Path
+) -> None:
+    fired = tmp_path / "fired"
+    fired.mkdir()
+    environ = {FAILPOINT: f"worker.round.{point}@1:6", FAILPOINT_DIR: str(fired)}
+    job = run_job(counting, tmp_path, 3, 1, kvstore, 12, restarts=1, environ=environ)
+    assert len(list(fired.iterdir())) == 1
+    assert job["counts"] == [[36.0]] * 3

@@ -610,10 +610,10 @@ def shared_lane(real: Any, self: Any, rank: int, *args: Any) -> Any:
 
 
 @replaces(NamespaceRounds, "begin_process", ASYNC)
-def lane_of_the_dead(real: Any, self: Any, rank: int) -> None:
-    """A new process goes on in the sequence of the one that it replaces."""
+def lane_of_the_dead(real: Any, self: Any, rank: int, resumes: bool) -> None:
+    """A new process goes on in the sequence of the one that it replaces, although it does not resume."""
     lanes = dict(self._lanes)
-    real(self, rank)
+    real(self, rank, resumes)
     self._lanes = lanes
 
 
@@ -628,9 +628,9 @@ def joined_is_needed(real: Any, self: Any, rank: int, table: int) -> list[int]:
 
 
 @replaces(NamespaceRounds, "end_process", ASYNC)
-def left_is_needed(real: Any, self: Any, rank: int, is_done: bool) -> None:
+def left_is_needed(real: Any, self: Any, rank: int, is_done: bool, is_resumable: bool) -> None:
     """A rank that left because it was done holds the others back."""
-    real(self, rank, False)
+    real(self, rank, False, is_resumable)
 
 
 @replaces(Waits, "take_ready", ASYNC)

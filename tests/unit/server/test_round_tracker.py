@@ -181,7 +181,7 @@ def contribute(rounds: NamespaceRounds, rank: int) -> None:
 
 def test_the_first_round_that_a_new_process_means_sets_its_clock() -> None:
     rounds = lanes_at(3, 7, bound=1)
-    rounds.begin_process(0)
+    rounds.begin_process(0, resumes=False)
     assert rounds.behind(1, W) == [0]  # until it comes
     assert lane_of(rounds, 0, 9).number(W) == 9
     assert (rounds.clocks(W)[0], rounds.behind(1, W), rounds.next_round(0, W)) == (8, [], 9)

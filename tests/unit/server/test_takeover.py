@@ -190,3 +190,25 @@ def test_what_all_have_gathered_is_told_to_a_successor_that_comes_after_they_lef
         job.leave(rank, is_clean=True)
     assert list(job.engine.namespaces) == []
     assert job.engine.budget.used == 0
+
+
+def test_an_asynchronous_rank_goes_on_with_its_own_numbers_and_repeats_without_effect() -> None:
+    job = Job(2, Mode("ssp", 1))
+    job.hello(1, resumes=True)
+    for number in (1, 2):
+        job.commit(1, number, 1.0)
+        job.commit(0, number, 1.0)
+    for number in (3, 4):
+        job.commit(0, number, 1.0)  # the others have gone on
+    assert job.hello(1, resumes=True) == m.Registered(0, 0, 3)
+    job.commit(1, 2, 100.0)
+    job.commit(1, 3, 1.0)
+    assert job.total == [7.0]
+
+
+def test_a_process_that_does_not_resume_is_not_behind_the_others() -> None:
+    job = Job(2, Mode("ssp", 1))
+    job.commit(1, 1, 1.0)
+    for number in (1, 2):
+        job.commit(0, number, 1.0)
+    assert job.hello(1) == m.Registered(0, 0, 3)
