@@ -31,9 +31,10 @@ Slices of past rounds are ignored and slices of future rounds refused; a commit 
 
 In synchronous mode every round has all ranks as members. In the other modes only a table's first round does, which
 sets its values; from then on each rank has a *lane*: a tracker of its own with one member. A process that takes a rank
-over begins a new lane, unless it continues where the former one has ended. A rank's clock counts the rounds of its lane, however they ended, so all servers agree on it.
-With a bound, a rank whose clock is c may read only when every rank's clock is at least c − bound (stale synchronous
-parallel). A rank that joined (has no more data), or that left because it was done, holds nothing up.
+over begins a new lane, unless it continues where the former one has ended. A rank's clock counts the rounds of its
+lane, however they ended, so all servers agree on it. With a bound, a rank whose clock is c may read only when every
+rank's clock is at least c − bound (stale synchronous parallel). A rank that joined (has no more data), or that left
+because it was done, holds nothing up.
 
 State is kept in NumPy arrays with one element per table or slice, so that a commit of thousands of tables costs a few
 vectorised calls. `Slots` numbers the slices of all tables consecutively, and these numbers index the arrays.
