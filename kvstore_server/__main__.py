@@ -1,5 +1,20 @@
-"""`python -m kvstore_server` is the same as `kvstore-server`."""
+"""`kvstore-server`, or `python -m kvstore_server`: one server, or a supervisor of one, which does without torch."""
 
-from kvstore_server.cli import run
+import os
+import sys
+from typing import NoReturn
 
-run()
+
+def run() -> NoReturn:
+    """Run the command line, and end the process."""
+    if "--supervise" in sys.argv[1:]:
+        from kvstore_server import supervisor
+
+        sys.exit(supervisor.main(sys.argv[1:], os.environ))
+    from kvstore_server import cli
+
+    cli.run()
+
+
+if __name__ == "__main__":
+    run()

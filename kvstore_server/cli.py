@@ -31,6 +31,7 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import KVStoreError
 from kvstore_server.failpoints import arm
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
+from kvstore_server.notify import READY, notify
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import preload_optimizers
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
@@ -73,7 +74,10 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Return the parser of the flags. Each but --ready-fd has an environment variable that sets its default."""
+    """Return the parser of the flags.
+
+    Each has an environment variable that sets its default, but for --ready-fd and those of a supervisor.
+    """
     parser = argparse.ArgumentParser(
         prog="kvstore-server",
         description="Hold weights and optimizer state for the workers of a training job, until SIGTERM.",
@@ -103,7 +107,17 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add(
         "--ready-fd", type=int,
         help="write the address and a newline to this file descriptor once the server listens, then close it; for "
-        "programs that start servers, so it alone has no variable in the environment",
+        "programs that start servers, so it has no variable in the environment",
+    )  # fmt: skip
+    add(
+        "--supervise", action="store_true",
+        help="run the server as the child of a small process that starts it again when it dies, at the same address; "
+        "the small process also holds the server's memory (KVSTORE_DURABILITY=process, unless you have set it)",
+    )  # fmt: skip
+    add(
+        "--restarts", type=int, metavar="N",
+        help="with --supervise: start it again at most N times; by default until it dies ten times in a row soon after "
+        "its start",
     )  # fmt: skip
     add("--version", action="version", version=__version__)
     return parser
@@ -117,6 +131,10 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
     # 1. Flags, logging and limits of the process.
     parser = build_parser(os.environ)
     flags = parser.parse_args(argv)
+    if flags.supervise:
+        # The supervisor is a program of its own, without all that was imported here.
+        arguments = sys.argv[1:] if argv is None else argv
+        os.execv(sys.executable, [sys.executable, "-m", "kvstore_server", *arguments])
     _check_flags(parser, flags)
     logging.basicConfig(
         level=flags.log.upper(),
@@ -172,6 +190,8 @@ def _serve_until_signal(server: Server, flags: argparse.Namespace, announce: Cal
     gc.freeze()
     try:
         announce(server)
+        with suppress(OSError):  # whoever started this process may be gone
+            notify(os.environ, READY)
         with _page_of(server, flags):
             server.run()
     except Exception:
