@@ -33,6 +33,7 @@ from kvstore_server.restarts import RESTARTS, Restarts, is_final, shell_code
 
 DURABILITY = "KVSTORE_DURABILITY"
 """Environment variable that says whether a server's memory outlives it; here it does unless it is set."""
+DURABILITIES = ("process", "off")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SLACK = 5.0
 """Seconds that a server gets beyond its drain timeout to end after SIGTERM, before it is killed."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvstore_server import log_limit
+from kvstore_server.restarts import RESTARTS
 from kvtrainer.errors import ConfigurationError, file_error
 
 RANK = "KVSTORE_RANK"
@@ -31,7 +32,6 @@ SERVERS = "KVSTORE_SERVERS"
 LOCAL_RANK = "KVSTORE_LOCAL_RANK"
 """Rank of this worker among those of its host."""
 ATTEMPT = "KVSTORE_ATTEMPT"
-RESTARTS = "KVSTORE_RESTARTS"
 """How often the job was restarted. Servers may still wait for workers of the previous attempt."""
 ROLE = "DMLC_ROLE"
 """Set by MXNet's launcher, which also starts a scheduler and servers."""
@@ -42,6 +42,9 @@ CONNECT_TIMEOUT = "KVSTORE_CONNECT_TIMEOUT"
 """Longest wait for a server's first answer."""
 DEAD_AFTER = "KVSTORE_DEAD_AFTER"
 """A peer that is silent for this long counts as dead."""
+
+REJOIN_TIMEOUT = "KVSTORE_REJOIN_TIMEOUT"
+"""A process that takes over the rank of a lost worker is awaited for so long; servers read it."""
 
 SLOW_AFTER = "KVSTORE_SLOW_AFTER"
 """Waits for other workers that take longer than this are logged, with their names."""
@@ -102,7 +105,8 @@ SOURCES = (
 """By precedence. The first launcher with any variable set gives both rank and number of workers."""
 
 _MORE_PLACES = (
-    SERVERS, ROLE, "DMLC_SERVER_ID", "LOCAL_WORLD_SIZE",
+    "NOTIFY_SOCKET", "FDSTORE", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES",
+    SERVERS, ROLE, RESTARTS, "DMLC_SERVER_ID", "LOCAL_WORLD_SIZE",
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_NODEID",
     "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK", "MPI_LOCALNRANKS",
@@ -110,7 +114,7 @@ _MORE_PLACES = (
 PLACES = frozenset(_MORE_PLACES).union(
     *({*source.ranks, source.count, source.local} - {""} for source in SOURCES)
 )
-"""Variables with a process's place in a job, which must not be inherited by processes of another job."""
+"""Variables with a process's place in a job, and of its supervisor, which processes of another job must not inherit."""
 
 
 @dataclass(frozen=True)

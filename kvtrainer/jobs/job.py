@@ -1,7 +1,8 @@
 """The lifetime of a launched job, on this host or several: servers start, then workers, then all are ended in order.
 
 `Launcher.run` reads from top to bottom, and runs the event loop wherever it waits. The first failure or signal decides
-the exit code. Whatever happens after it, no process is left behind.
+the exit code. Whatever happens after it, no process is left behind. With restarts, the death of a worker is a failure
+only when it has no restart left; servers are started again by supervisors of their own (`kvstore-server --supervise`).
 
 A host file assigns processes to hosts, where they are started over ssh. Workers: each host, in file order, gets as many
 consecutive ranks as it has slots (1 by default), starting over when all slots are taken. Servers: one per host in file
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvstore_server.check import is_loopback
@@ -27,6 +28,7 @@ from kvstore_server.errors import ConfigurationError
 from kvtrainer.common.env import Topology, numeric_host, parse_address, tcp_address
 from kvtrainer.jobs.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, marked_environment
 from kvtrainer.jobs.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events, ProcessGroup, Put
+from kvtrainer.jobs.restarted_ranks import RestartedRanks
 
 MAX_SLOTS = 4096
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
@@ -194,6 +196,7 @@ class Launcher:
         environ: Environment of all processes; see `inherited_environment`.
         remote: The hosts to run on; None for this one.
         viewer: Command that shows the job here, given the servers' addresses as further arguments. It may fail.
+        restarts: How often each worker is started again when it is killed or fails. Servers have supervisors for that.
     """
 
     def __init__(
@@ -205,6 +208,7 @@ class Launcher:
         limits: JobTimeouts,
         remote: Remote | None = None,
         viewer: Sequence[str] = (),
+        restarts: int = 0,
     ) -> None:
         self._viewer_command = viewer
         self._worker_command = worker_command
@@ -216,8 +220,10 @@ class Launcher:
         self._inherited = environ
         self._events = Events()
         self._servers: list[Child] = []
-        self._workers: list[Child] = []
+        self._workers: dict[int, Child] = {}
         self._viewers: list[Child] = []
+        self._restarted = RestartedRanks(num_workers, restarts)
+        self._topology = Topology(0, num_workers, ())
         self._addresses = Addresses(self._events.output.put)
         self._code: int | None = None
         self._stopping = False
@@ -240,7 +246,7 @@ class Launcher:
         # 1. Start the servers and wait for their addresses.
         for index, command in enumerate(self._server_commands):
             put = self._addresses.put_of(index)
-            self._spawn(self._servers, "server", command, self._environ, put)
+            self._servers += self._spawn("server", index, command, self._environ, put)
         if not self._wait(lambda: not self._silent_servers(), self._limits.start):
             late = ", ".join(map(str, self._silent_servers()))
             within = f"within {self._limits.start:g} s; allow more with --start-timeout"
@@ -257,14 +263,11 @@ class Launcher:
             self._events.output.put(2, "kvlaunch: ", told.encode())
         if self._viewer_command:
             shown = [*self._viewer_command, *servers]
-            self._spawn(self._viewers, "view", shown, self._environ, self._events.output.put)
+            self._viewers += self._spawn("view", 0, shown, self._environ, self._events.output.put)
         # 3. Start the workers and wait for the end.
-        share = self._num_workers if self._remote is None else 0
+        self._topology = Topology(0, self._num_workers, tuple(servers))
         for rank in range(self._num_workers):
-            local_rank = rank if self._remote is None else self._remote.local_rank(rank)
-            place = Topology(rank, self._num_workers, tuple(servers)).as_variables(local_rank)
-            environ = marked_environment({**self._environ, **place}, "", share)
-            self._spawn(self._workers, "worker", self._worker_command, environ, self._events.output.put)
+            self._start_worker(rank)
         self._wait(self._workers_done, None)
 
     def _stop(self) -> None:
@@ -286,14 +289,24 @@ class Launcher:
 
     # Starting.
 
+    def _start_worker(self, rank: int) -> None:
+        """Start a worker, for the first time or again; its place is the same."""
+        share = self._num_workers if self._remote is None else 0
+        local_rank = rank if self._remote is None else self._remote.local_rank(rank)
+        place = replace(self._topology, rank=rank).as_variables(local_rank)
+        own = {**self._environ, **place, **self._restarted.environment(rank)}
+        environ = marked_environment(own, "", share)
+        for worker in self._spawn("worker", rank, self._worker_command, environ, self._events.output.put):
+            self._workers[rank] = worker
+
     def _spawn(
-        self, role_group: list[Child], role: str, command: Sequence[str], environ: Mapping[str, str], put: Put
-    ) -> None:
+        self, role: str, index: int, command: Sequence[str], environ: Mapping[str, str], put: Put
+    ) -> list[Child]:
+        """Start a process. Return it, or nothing if the job has failed, which it does if this one cannot be started."""
         if self._code is not None:
-            return
-        index = len(role_group)
+            return []
         name, tag, kind = f"{role} {index}", f"{role[0]}{index}", Child
-        if self._remote is not None and role_group is not self._viewers:
+        if self._remote is not None and role != "view":
             name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteChild
             command = self._remote.command(role, index, command, environ)
         try:
@@ -301,9 +314,9 @@ class Launcher:
         except (OSError, ValueError) as error:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")
-            return
-        role_group.append(child)
+            return []
         self._group.add(child)
+        return [child]
 
     def _silent_servers(self) -> list[int]:
         return [index for index in range(len(self._server_commands)) if index not in self._addresses.found]
@@ -320,8 +333,10 @@ class Launcher:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            self._events.turn(left)
+            self._events.turn(min(left, self._restarted.seconds_left(time.monotonic())))
             self._look()
+            for rank in self._restarted.take_due(time.monotonic()):
+                self._start_worker(rank)
         return done()
 
     def _look(self) -> None:
@@ -336,7 +351,7 @@ class Launcher:
             self._fail(128 + signal.SIGPIPE, f"cannot write the output: {error.strerror}")
 
     def _explain(self, gone: Sequence[Child]) -> None:
-        if self._stopping or (self._workers_done() and not any(w.returncode for w in self._workers)):
+        if self._stopping or (self._workers_done() and not any(w.returncode for w in self._workers.values())):
             return
         # If both exited since the last turn, the server is the likelier cause.
         for child in sorted(gone, key=lambda child: child not in self._servers):
@@ -346,7 +361,23 @@ class Launcher:
                 text = f"{child.describe_exit()} before the workers were done"
                 self._fail(child.shell_code() or 1, text, was_unheard=True)
             elif child.returncode and child not in self._viewers:
-                self._fail(child.shell_code(), child.describe_exit(), was_unheard=child.shell_code() > 128)
+                self._explain_worker(child)
+
+    def _explain_worker(self, worker: Child) -> None:
+        """Note that a worker has failed: it is started again later, or the job has failed."""
+        now, death = time.monotonic(), None
+        if self._code is None:
+            rank = next(rank for rank, one in self._workers.items() if one is worker)
+            assert worker.returncode is not None
+            death = self._restarted.count(rank, worker.name, worker.returncode, now - worker.began, now)
+        if death is None:
+            code, text = worker.shell_code(), worker.describe_exit()
+            self._fail(code, text, was_unheard=code > 128)
+        elif death.is_last:
+            self._fail(death.code, death.text, was_unheard=death.code > 128)
+        else:
+            worker.end_session()
+            self._events.output.put(2, "kvlaunch: ", death.text.encode())
 
     def _fail(self, code: int, text: str, was_unheard: bool = False) -> None:
         """Record and report the first failure. Later ones are its consequences."""
@@ -367,10 +398,11 @@ class Launcher:
         return len(signals) > 1 and signals[-1] == signal.SIGINT
 
     def _no_worker_left(self) -> bool:
-        return all(worker.returncode is not None for worker in self._workers)
+        return all(worker.returncode is not None for worker in self._workers.values())
 
     def _workers_done(self) -> bool:
-        return len(self._workers) == self._num_workers and self._no_worker_left()
+        are_all = len(self._workers) == self._num_workers and not self._restarted.are_awaited
+        return are_all and self._no_worker_left()
 
 
 def _never_stop() -> bool:

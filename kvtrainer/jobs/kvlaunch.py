@@ -17,7 +17,8 @@ from pathlib import Path
 from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.common.env import DEAD_AFTER, PROGRESS, read_timeout
+from kvstore_server.supervisor import DURABILITIES, DURABILITY
+from kvtrainer.common.env import DEAD_AFTER, PROGRESS, REJOIN_TIMEOUT, read_timeout
 from kvtrainer.jobs.job import (
     TO_REPORT,
     JobTimeouts,
@@ -35,8 +36,10 @@ Start parameter servers and workers, on this machine or on the hosts of a file, 
 
 Servers start first; when all are ready, COMMAND is started once for every worker. When a worker fails, or a
 server exits before the workers are done, the others get a while to end by themselves and are then stopped, and
-kvlaunch exits with the code of that first failure (128 + n for signal n). When all workers are done, the
-servers are stopped in good order. No process is left behind, even when kvlaunch itself is killed.
+kvlaunch exits with the code of that first failure (128 + n for signal n). With --restart such a process is
+started again instead, in the same place, unless it exits with code 75, which means that another one has taken
+its place. When all workers are done, the servers are stopped in good order. No process is left behind, even
+when kvlaunch itself is killed.
 """
 
 _EPILOG = """\
@@ -46,6 +49,7 @@ environment that a worker finds:
   KVSTORE_LOCAL_RANK   which worker of its host it is, from 0
   KVSTORE_SERVERS      comma-separated tcp://HOST:PORT of the servers; unset with -s 0
   OMP_NUM_THREADS      cores divided by workers, at least 1, unless you have set it
+  KVSTORE_RESTARTS     with --restart: how often this worker was started again, 0 at first
   PYTHONUNBUFFERED     1, unless you have set it
   MALLOC_…             glibc keeps up to 1 GiB of freed memory for reuse, unless you have set these variables
 It does not find what another launcher (torchrun, Slurm, MPI) has said of kvlaunch's own place: RANK, LOCAL_RANK,
@@ -82,11 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, command = _parse_arguments(arguments)
     imports = [part for module in options.imports for part in ("--import", module)]
     flags = [*options.server_arg, *imports]
+    # A server without durable memory would come back empty; its death ends the job.
+    of_servers = 0 if options.durability == "off" else options.restart
     servers = [
-        server_command(index, options.servers, options.grace, ["--bind", bind, *flags])
+        server_command(index, options.servers, options.grace, ["--bind", bind, *flags], of_servers)
         for index, bind in enumerate(options.binds)
     ]
-    environ = {**inherited_environment(os.environ), **options.env}
+    environ = {**inherited_environment(os.environ), **options.env, **_durability_variables(options)}
     # 2. Tell the user what is unexpected about the command, and what is about to start.
     if options.remote is None and (other := _another_python(command[0], environ)):
         print(
@@ -109,7 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dashboard is not None:
         viewer = [sys.executable, "-m", "kvtrainer.watch.top", "--http", options.dashboard]
         viewer += ["--allow-public-bind"] if options.allow_public_bind else []
-    return Launcher(command, options.workers, servers, environ, options.limits, options.remote, viewer).run()
+    limits, remote, restarts = options.limits, options.remote, options.restart
+    return Launcher(command, options.workers, servers, environ, limits, remote, viewer, restarts).run()
+
+
+def _durability_variables(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of options that servers and workers read for themselves."""
+    given = {DURABILITY: options.durability, REJOIN_TIMEOUT: options.rejoin_timeout}
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
@@ -238,6 +251,21 @@ def _make_parser() -> argparse.ArgumentParser:
         "--dashboard", type=_parse_bind_address, metavar="[HOST:]PORT",
         help="serve a page that shows the job, as kvtop --http does; only to this host unless HOST says otherwise; "
         "port 0 takes a free one",
+    )  # fmt: skip
+    add = parser.add_argument_group("processes that die").add_argument
+    add(
+        "--restart", type=_integer_at_least(0), default=0, metavar="N",
+        help="start each worker and each server again when it is killed or fails, at most N times (0); workers go on "
+        "by Trainer.resume(), servers with the weights that they had",
+    )  # fmt: skip
+    add(
+        "--durability", choices=DURABILITIES, default=os.environ.get(DURABILITY) or None,
+        help="process: what servers hold outlives their processes, which --restart needs and then chooses; off: the "
+        "death of a server ends the job [KVSTORE_DURABILITY]",
+    )  # fmt: skip
+    add(
+        "--rejoin-timeout", type=_parse_seconds, metavar="SEC",
+        help="how long servers and the other workers wait for one that is started again [KVSTORE_REJOIN_TIMEOUT]",
     )  # fmt: skip
     add = parser.add_argument_group("other hosts").add_argument
     add("-H", "--hostfile", metavar="FILE", help="start all processes over ssh on the hosts of this file")

@@ -27,8 +27,9 @@ from functools import partial
 from types import FrameType
 
 from kvstore_server.processes import describe_exit
+from kvstore_server.restarts import shell_code
 from kvtrainer.common.env import PLACES
-from kvtrainer.jobs.guardian import KILL_WAIT, Guardian
+from kvtrainer.jobs.guardian import KILL_WAIT, Guardian, end_all
 
 MAX_LINE = 64 * 1024
 """A longer line is split into pieces of about this many bytes."""
@@ -71,11 +72,17 @@ def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**_DEFAULTS, **kept}
 
 
-def server_command(index: int, count: int, grace: float, flags: Sequence[str]) -> list[str]:
-    """Return the command of a server. It stops waiting for a dead worker's round before `grace` seconds are over."""
+def server_command(
+    index: int, count: int, grace: float, flags: Sequence[str], restarts: int = 0
+) -> list[str]:
+    """Return the command of a server. It stops waiting for a dead worker's round before `grace` seconds are over.
+
+    With `restarts`, its supervisor starts it again, so many times at most.
+    """
+    supervised = ["--supervise", "--restarts", str(restarts)] if restarts else []
     place = ["--index", str(index), "--num-servers", str(count)]
     drain = ["--drain-timeout", f"{max(0.8 * grace, 0.1):g}"]
-    return [sys.executable, "-m", "kvstore_server", *place, *drain, *flags]
+    return [sys.executable, "-m", "kvstore_server", *supervised, *place, *drain, *flags]
 
 
 class Child:
@@ -102,6 +109,7 @@ class Child:
         prepare: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
+        self.began = time.monotonic()
         self.process = subprocess.Popen(
             command,
             env=dict(environ),
@@ -141,8 +149,11 @@ class Child:
         return f"{self.name} {describe_exit(self.process.returncode)}"
 
     def shell_code(self) -> int:
-        code = self.process.returncode
-        return code if code >= 0 else 128 - code
+        return shell_code(self.process.returncode)
+
+    def end_session(self) -> None:
+        """Kill what it has left running in its session, after it was reaped. Blocks for a moment."""
+        end_all("", {self.process.pid}, grace=0.0)
 
 
 class ProcessGroup:

@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, Any
 
 from tests.support.forks import inherited
 from tests.support.limits import LIMIT
@@ -26,7 +27,8 @@ command = [sys.executable, "-I", "-S", "-c", job["server"]]
 servers = [[*command, str(index)] for index in range(job["servers"])]
 limits = JobTimeouts(**job["limits"])
 environ = inherited_environment(os.environ)
-sys.exit(Launcher(job["worker"], job["workers"], servers, environ, limits, None, job["viewer"]).run())
+given = job["worker"], job["workers"], servers, environ, limits, None, job["viewer"], job["restarts"]
+sys.exit(Launcher(*given).run())
 """
 
 TELLS_WHERE = (
@@ -72,15 +74,23 @@ class Jobs:
         environ: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
         viewer: str = "",
+        restarts: int = 0,
+        stderr: int | IO[bytes] = subprocess.PIPE,
         **limits: float,
     ) -> subprocess.Popen[bytes]:
-        job = {"worker": ["sh", "-c", worker], "workers": workers, "servers": servers, "server": server}
+        job: dict[str, Any] = {
+            "worker": ["sh", "-c", worker],
+            "workers": workers,
+            "servers": servers,
+            "server": server,
+        }
+        job["restarts"] = restarts
         job["viewer"] = ["sh", "-c", viewer, "viewer"] if viewer else []
         job["limits"] = {"start": LIMIT, "linger": 0.0, "linger_unheard": 0.0, "grace": LIMIT, **limits}
         process = subprocess.Popen(
             [*prefix, sys.executable, "-S", "-c", DRIVER, json.dumps(job)],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             env={**inherited(), "PYTHONPATH": str(ROOT), **(environ or {}), **self.variable},
             cwd=ROOT,
         )
@@ -94,7 +104,7 @@ class Jobs:
 
     def finish(self, process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
         out, err = process.communicate(timeout=LIMIT)
-        return process.returncode, out.decode(), err.decode()
+        return process.returncode, out.decode(), (err or b"").decode()
 
     def pids(self, part: str = "") -> list[int]:
         """The pids of all processes of these jobs with `part` in their command line; no zombies."""

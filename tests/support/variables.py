@@ -30,7 +30,7 @@ WORKER = {
     "KVSTORE_NUM_WORKERS": ("", "number of workers"),
     "KVSTORE_LOCAL_RANK": ("", "number of this worker on its host; chooses the CUDA device; default: the launcher's"),
     "KVSTORE_ATTEMPT": ("", "how often the job was restarted; each attempt has its own tables on the servers"),
-    "KVSTORE_RESTARTS": ("0", "how often this process alone was started again; `kvlaunch --restart` sets it"),
+    "KVSTORE_RESTARTS": ("0", "how often this process alone was started again; `kvlaunch --restart` and supervisors set it"),
     "KVSTORE_SERVERS": ("", "`tcp://HOST:PORT` of all servers, separated by commas, or `@FILE` with one per line"),
     "KVSTORE_TIMEOUT": ("", "longest wait for a round, a pull or a barrier, in seconds"),
     "KVSTORE_CONNECT_TIMEOUT": ("", "longest wait for the first answer of a server, in seconds"),
@@ -99,6 +99,12 @@ SET = {
     "set, servers, and workers that reach them through sockets, set glibc's limits themselves (32 MiB, 1 GiB, 64 MiB)",
     "MALLOC_TRIM_THRESHOLD_": "`kvlaunch`: 1 GiB, for the same reason",
     "MALLOC_TOP_PAD_": "`kvlaunch`: 64 MiB, for the same reason",
+    "NOTIFY_SOCKET": "`kvstore-server --supervise`, systemd: where a server says that it listens, and hands over the "
+    "descriptors of its memory; `kvlaunch` does not pass on this one and the next four",
+    "FDSTORE": "the same: how many descriptors are kept for a server",
+    "LISTEN_FDS": "the same: how many descriptors a server that was started again finds, from 3 on",
+    "LISTEN_FDNAMES": "the same: their names, separated by colons",
+    "LISTEN_PID": "the same: the process that they are for",
     "LOCAL_WORLD_SIZE": "`integrations.accelerate.join`: the number of workers on this host, "
     "which accelerate reads",
     "CUBLAS_WORKSPACE_CONFIG": "`Strategy` with `deterministic`: `:4096:8`",

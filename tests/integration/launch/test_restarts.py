@@ -1,0 +1,238 @@
+"""Jobs whose processes die and are started again, in the same place; and what is left when they may not be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore_server.restarts import REPLACED
+from tests.integration.launch.test_hosts import HostJobs
+from tests.support.launch_jobs import ROOT, STUBBORN, Jobs, line_of
+from tests.support.limits import FOREVER, LIMIT
+from tests.support.processes import eventually
+
+# Workers.
+
+
+def test_a_killed_worker_is_started_again_in_its_place_until_it_is_done(jobs: Jobs) -> None:
+    place = "$KVSTORE_RANK/$KVSTORE_NUM_WORKERS $KVSTORE_LOCAL_RANK $KVSTORE_SERVERS"
+    script = f'echo "{place} $KVSTORE_RESTARTS"; [ $KVSTORE_RANK$KVSTORE_RESTARTS -lt 12 ] && [ $KVSTORE_RANK = 1 ] '
+    code, out, err = jobs.run(f"{script} && kill -9 $$; exit 0", 2, servers=1, restarts=2)
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if line.startswith("[w")]
+    assert sorted(lines) == [
+        "[w0] 0/2 0 tcp://127.0.0.1:5000 0",
+        *[f"[w1] 1/2 1 tcp://127.0.0.1:5000 {restarts}" for restarts in range(3)],
+    ]
+    deaths = [line for line in err.splitlines() if "worker" in line]
+    assert [line.partition(" after ")[0] for line in deaths] == [
+        "kvlaunch: worker 1 was killed by signal 9 (SIGKILL)"
+    ] * 2
+    assert [line.partition("; ")[2] for line in deaths] == ["restart 1 of 2", "restart 2 of 2 in 0.5 s"]
+    assert jobs.alive() == []
+
+
+def test_a_worker_that_fails_is_started_again_and_the_job_ends_well(jobs: Jobs) -> None:
+    assert jobs.run("[ $KVSTORE_RESTARTS = 1 ] || exit 3", 3, restarts=1)[0] == 0
+
+
+def test_used_up_restarts_end_the_job_with_the_first_error(jobs: Jobs) -> None:
+    script = f"[ $KVSTORE_RANK = 0 ] && exit $((40 + KVSTORE_RESTARTS)); {STUBBORN}"
+    code, _, err = jobs.run(script, 2, restarts=2, grace=0.3)
+    assert code == 40
+    last = err.splitlines()[-1]
+    assert "worker 0 exited with code 42 after" in last
+    assert last.endswith("and there is no restart left of 2; stopping the others")
+    assert jobs.alive() == []
+
+
+def test_a_worker_that_was_replaced_is_not_started_again(jobs: Jobs) -> None:
+    code, out, err = jobs.run(f"echo once; exit {REPLACED}", restarts=5)
+    assert (code, out) == (REPLACED, "[w0] once\n")
+    assert err == f"kvlaunch: worker 0 exited with code {REPLACED}\n"
+
+
+def test_without_restarts_the_first_death_ends_the_job_and_no_variable_speaks_of_them(jobs: Jobs) -> None:
+    code, out, err = jobs.run("echo ${KVSTORE_RESTARTS-unset}; exit 3", environ={"KVSTORE_RESTARTS": "7"})
+    assert (code, out, err) == (3, "[w0] unset\n", "kvlaunch: worker 0 exited with code 3\n")
+
+
+def test_what_a_dead_worker_left_running_is_gone_before_its_successor_starts(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    left = tmp_path / "left"
+    script = f"""
+if [ $KVSTORE_RESTARTS = 0 ]; then
+    sh -c "{STUBBORN}" & echo $! > {left}
+    kill -9 $$
+fi
+grep -q . /proc/$(cat {left})/cmdline && echo it is there || echo it is gone  # a zombie has none
+"""
+    assert jobs.run(script, restarts=1)[1] == "[w0] it is gone\n"
+
+
+def test_a_signal_ends_a_job_whose_worker_waits_for_its_restart(jobs: Jobs) -> None:
+    # The fifth restart in a row comes after five seconds.
+    process = jobs.start("[ $KVSTORE_RANK = 0 ] && exit 3; exec sleep 3600", 2, restarts=9)
+    assert process.stderr is not None
+    while b"in 5 s" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert jobs.finish(process)[0] == 128 + signal.SIGTERM
+    assert jobs.alive() == []
+
+
+def test_a_failure_for_good_ends_the_job_while_another_worker_waits_for_its_restart(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    wait = f"until grep -q 'in 5 s' {log}; do sleep 0.05; done"
+    with log.open("wb") as file:
+        script = f"[ $KVSTORE_RANK = 0 ] && exit 3; {wait}; exit {REPLACED}"
+        assert jobs.finish(jobs.start(script, 2, restarts=9, stderr=file))[0] == REPLACED
+    assert jobs.alive() == []
+
+
+def test_kill_9_of_the_launcher_ends_a_worker_that_was_started_again(jobs: Jobs) -> None:
+    process = jobs.start(
+        f"[ $KVSTORE_RESTARTS = 1 ] || kill -9 $$; echo up; {STUBBORN}", restarts=1, grace=0.3
+    )
+    assert line_of(process) == "[w0] up"
+    process.kill()
+    process.wait()
+    assert eventually(lambda: jobs.alive() == []), jobs.alive()
+
+
+# Servers, and other hosts.
+
+FIND = """
+import os, signal, sys, time
+from pathlib import Path
+from kvstore_server import probe
+def pid_of_server():
+    "The server of this job that is no supervisor."
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\\0")
+            ours = os.environ["LAUNCH_TEST"].encode() in (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if ours and b"kvstore_server" in words and b"--supervise" not in words:
+            return int(folder.name)
+    return None
+def wait_for(condition):
+    while not (found := condition()):
+        time.sleep(0.02)
+    return found
+server = os.environ["KVSTORE_SERVERS"]
+"""
+
+
+def launch(jobs: Jobs, script: str, *flags: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", "-n", "1", "-s", "1", "--linger=0", *flags]
+    process = subprocess.Popen(
+        [*command, "--", sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **jobs.variable, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    jobs._started.append(process)
+    return process
+
+
+def test_a_killed_server_comes_back_at_its_address_and_the_job_goes_on(jobs: Jobs) -> None:
+    script = (
+        FIND
+        + f"""
+for _ in range(2):
+    pid = wait_for(pid_of_server)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: pid_of_server() not in (None, pid) and not probe.ask(server, {LIMIT}))
+print("it answers at", server)
+"""
+    )
+    code, out, err = jobs.finish(launch(jobs, script, "--restart", "2"))
+    assert code == 0, err
+    [answer] = [line for line in out.splitlines() if line.startswith("[w0]")]
+    address = answer.rpartition(" ")[2]
+    again = [line for line in out.splitlines() if line.startswith("[s0]")]
+    assert again == [f"[s0] kvstore-server: listening on {address}"] * 2
+    deaths = [line for line in err.splitlines() if "SIGKILL" in line]
+    assert [line.partition(" after ")[0] for line in deaths] == [
+        "[s0] kvstore-server: server 0 was killed by signal 9 (SIGKILL)"
+    ] * 2
+    assert jobs.alive() == []
+
+
+@pytest.mark.parametrize("flags", [["--restart", "0"], ["--restart", "5", "--durability", "off"]])
+def test_a_killed_server_whose_memory_is_lost_ends_the_job(jobs: Jobs, flags: list[str]) -> None:
+    script = FIND + f"os.kill(wait_for(pid_of_server), signal.SIGKILL); time.sleep({FOREVER})"
+    code, _, err = jobs.finish(launch(jobs, script, *flags))
+    assert code == 137
+    assert "server 0 was killed by signal 9 (SIGKILL) before the workers were done" in err
+    assert jobs.alive() == []
+
+
+def test_used_up_restarts_of_a_server_end_the_job_with_its_code(jobs: Jobs) -> None:
+    script = (
+        FIND
+        + """
+pid = None
+while True:
+    pid = wait_for(lambda: (found := pid_of_server()) != pid and found)
+    os.kill(pid, signal.SIGKILL)
+"""
+    )
+    code, _, err = jobs.finish(launch(jobs, script, "--restart", "1"))
+    assert code == 137
+    assert "there is no restart left of 1" in err
+    assert "server 0 exited with code 137 before the workers were done" in err
+    assert jobs.alive() == []
+
+
+def test_servers_are_told_of_durability_and_of_how_long_to_wait(jobs: Jobs) -> None:
+    show = (
+        FIND
+        + """
+environ = Path(f"/proc/{wait_for(pid_of_server)}/environ").read_bytes().decode().split(chr(0))
+print(*sorted(one for one in environ if one.startswith(("KVSTORE_DUR", "KVSTORE_REJ", "KVSTORE_RES"))))
+"""
+    )
+    flags = ["--restart", "1", "--rejoin-timeout", "17"]
+    _, out, _ = jobs.finish(launch(jobs, show, *flags))
+    [said] = [line for line in out.splitlines() if line.startswith("[w0]")]
+    assert said == "[w0] KVSTORE_DURABILITY=process KVSTORE_REJOIN_TIMEOUT=17.0 KVSTORE_RESTARTS=0"
+
+
+def test_workers_and_servers_on_hosts_are_started_again_there(tmp_path: Path) -> None:
+    jobs = HostJobs(tmp_path)
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        FIND
+        + f"""
+if os.environ["KVSTORE_RESTARTS"] == "0" and os.environ["KVSTORE_RANK"] == "1":
+    os.kill(wait_for(pid_of_server), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for(lambda: not probe.ask(server, {LIMIT}))
+print(os.environ["KVSTORE_RANK"], os.environ["ON"], os.environ["KVSTORE_RESTARTS"])
+"""
+    )
+    process = jobs.launch(f"exec {sys.executable} {worker}", 2, 1, "--restart", "1")
+    try:
+        code, out, err = jobs.finish(process)
+        assert code == 0, err
+        assert sorted(line for line in out.splitlines() if line.startswith("[w")) == [
+            "[w0] 0 127.0.0.1 0",
+            "[w1] 1 localhost 1",
+        ]
+        assert "kvlaunch: worker 1 on localhost exited with code 137 after" in err
+        assert "[s0] kvstore-server: server 0 was killed by signal 9 (SIGKILL) after" in err
+        assert jobs.alive() == []
+    finally:
+        jobs.close()
