@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -50,6 +51,7 @@ from kvtrainer.jobs.processes import (
     inherited_environment,
     server_command,
 )
+from kvtrainer.jobs.restarted_ranks import RestartedRanks
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -60,6 +62,7 @@ def local_cluster(
     servers: int = 1,
     *,
     server_args: Sequence[str] = (),
+    restart: int = 0,
     start_timeout: float = JobTimeouts.start,
     linger: float = JobTimeouts.linger,
     grace: float = JobTimeouts.grace,
@@ -72,6 +75,8 @@ def local_cluster(
         workers: Number of processes that run a function, at least 1.
         servers: Number of servers; 0 for stores without servers.
         server_args: Flags for every server, such as `["--import", "my_optimizers"]`.
+        restart: How often each server, and each worker of a run, is started again when it is killed or fails. A
+            worker then calls the function again, which goes on by `Trainer.resume`; a server has its weights again.
         start_timeout: Seconds to wait for the servers to listen.
         linger: Seconds that the other workers have to report their own errors once one has failed.
         grace: Seconds between SIGTERM and SIGKILL.
@@ -81,17 +86,21 @@ def local_cluster(
         ClusterError: A server ended before it listened. Its output says why.
         ConnectTimeoutError: A server did not listen in time.
     """
-    for name, count, least in (("workers", workers, 1), ("servers", servers, 0)):
+    for name, count, least in (("workers", workers, 1), ("servers", servers, 0), ("restart", restart, 0)):
         if as_int(count, name) < least:
             raise ConfigurationError(f"{name} is {count}; a cluster has at least {least}")
-    return LocalCluster(workers, servers, server_args, JobTimeouts(start_timeout, linger, linger, grace))
+    limits = JobTimeouts(start_timeout, linger, linger, grace)
+    return LocalCluster(workers, servers, server_args, limits, restart)
 
 
 class LocalCluster:
     """Running servers, and workers that are started for each `run`. Created by `local_cluster`."""
 
-    def __init__(self, workers: int, servers: int, server_args: Sequence[str], limits: JobTimeouts) -> None:
+    def __init__(
+        self, workers: int, servers: int, server_args: Sequence[str], limits: JobTimeouts, restart: int = 0
+    ) -> None:
         self._limits = limits
+        self._restart = restart
         self._server_args = list(server_args)
         self._num_servers = servers
         self._running = threading.Lock()
@@ -149,8 +158,10 @@ class LocalCluster:
 
     def _start(self) -> FollowedProcesses:
         group = self._group = FollowedProcesses(self._limits.grace, self._changed)
-        count, grace = self._num_servers, self._limits.grace
-        commands = {index: server_command(index, count, grace, self._server_args) for index in range(count)}
+        count, grace, flags = self._num_servers, self._limits.grace, self._server_args
+        commands = {
+            index: server_command(index, count, grace, flags, self._restart) for index in range(count)
+        }
         try:
             self.servers = start_servers(group, commands, self._limits.start)
         except BaseException:
@@ -164,50 +175,102 @@ class LocalCluster:
             group.close()
 
     def _run(self, servers: FollowedProcesses, packed: bytes) -> list[Any]:
-        code, papers = MemFile(), [MemFile() for _ in range(self.num_workers)]
-        # 1. Start the workers, each with a memory file for its result.
+        code = MemFile()
         group = FollowedProcesses(self._limits.grace, self._changed)
+        workers = _Workers(group, self.num_workers, self.servers, code, self._restart)
+        # 1. Start the workers, wait for all of them or for the first failure, and collect what they wrote.
         try:
             code.write(packed)
-            program = [sys.executable, "-m", "kvtrainer.jobs.cluster", str(code.fd)]
-            for rank, paper in enumerate(papers):
-                place = Topology(rank, self.num_workers, self.servers).as_variables(rank)
-                command, fds = [*program, str(paper.fd)], (code.fd, paper.fd)
-                group.start("worker", rank, command, place, share=self.num_workers, pass_fds=fds)
-            # 2. Wait for all of them or for the first failure, and collect what they wrote.
-            failed = self._wait(servers, group, papers)
+            workers.start()
+            failed = self._wait(servers, group, workers)
             group.close()
-            outcomes = [unpack_outcome(paper.read()) for paper in papers]
+            outcomes = workers.outcomes()
         finally:
             group.close()
-            for paper in (code, *papers):
-                paper.close()
-        # 3. Raise what failed, or return the results.
+            workers.close()
+            code.close()
+        # 2. Raise what failed, or return the results.
         if failed:
-            raise _error_of_run(failed, group.children, outcomes)
+            raise _error_of_run(failed, workers.children, outcomes)
         return [outcome.value for outcome in outcomes if outcome is not None]
 
-    def _wait(
-        self, servers: FollowedProcesses, workers: FollowedProcesses, papers: Sequence[MemFile]
-    ) -> list[Child]:
+    def _wait(self, servers: FollowedProcesses, group: FollowedProcesses, workers: _Workers) -> list[Child]:
         """Wait until all workers are done or some process fails. Return those that failed first, usually one."""
-        ranks = dict(zip(workers.children, papers, strict=True))
         failed: list[Child] = []
 
         def is_decided() -> bool:
-            if not (servers.ensure_guardian() and workers.ensure_guardian()):
+            if not (servers.ensure_guardian() and group.ensure_guardian()):
                 raise ClusterError(GUARDIAN_DIES)
-            for child in (*servers.children, *workers.children):
-                is_done = child.returncode == 0 and child in ranks and ranks[child].is_written
-                if child.returncode is not None and not is_done:
-                    failed.append(child)
-            return bool(failed) or not workers.alive
+            failed.extend(child for child in servers.children if child.returncode is not None)
+            failed.extend(workers.look(time.monotonic()))
+            return bool(failed) or workers.are_done
 
-        workers.wait(is_decided, None)
+        group.wait(is_decided, None)
         if failed:
             # The others get some time to report how they fail.
-            workers.wait(lambda: not workers.alive, self._limits.linger)
+            group.wait(lambda: not group.alive, self._limits.linger)
         return failed
+
+
+class _Workers:
+    """The workers of one run, by rank; each is started again when it fails, as often as is allowed."""
+
+    def __init__(
+        self, group: FollowedProcesses, count: int, servers: tuple[str, ...], code: MemFile, restart: int
+    ) -> None:
+        self._group = group
+        self._topology = Topology(0, count, servers)
+        self._code = code
+        self._restarted = RestartedRanks(count, restart)
+        self._papers = [MemFile() for _ in range(count)]
+        self.children: list[Child] = []
+
+    @property
+    def are_done(self) -> bool:
+        return not (self._group.alive or self._restarted.are_awaited)
+
+    def start(self) -> None:
+        for rank in range(self._topology.num_workers):
+            self.children.append(self._start(rank))
+
+    def look(self, now: float) -> list[Child]:
+        """Start again those whose wait is over. Return the workers that ended before their work was done, for good."""
+        for rank in self._restarted.take_due(now):
+            self._papers[rank].close()
+            self._papers[rank] = MemFile()
+            self.children[rank] = self._start(rank)
+        ended = [
+            (rank, child)
+            for rank, child in enumerate(self.children)
+            if child.returncode is not None and not self._restarted.is_awaited(rank)
+        ]
+        return [child for rank, child in ended if self._has_failed(rank, child, now)]
+
+    def outcomes(self) -> list[CallResult | None]:
+        return [unpack_outcome(paper.read()) for paper in self._papers]
+
+    def close(self) -> None:
+        for paper in self._papers:
+            paper.close()
+
+    def _start(self, rank: int) -> Child:
+        place = replace(self._topology, rank=rank).as_variables(rank) | self._restarted.environment(rank)
+        fds = self._code.fd, self._papers[rank].fd
+        command = [sys.executable, "-m", "kvtrainer.jobs.cluster", *map(str, fds)]
+        share = self._topology.num_workers
+        return self._group.start("worker", rank, command, place, share=share, pass_fds=fds)
+
+    def _has_failed(self, rank: int, child: Child, now: float) -> bool:
+        """Return whether a worker that has ended is not done, and will not be; count its death otherwise."""
+        assert child.returncode is not None
+        if child.returncode == 0:
+            return not self._papers[rank].is_written
+        death = self._restarted.count(rank, child.name, child.returncode, now - child.began, now)
+        if death is None or death.is_last:
+            return True
+        child.end_session()
+        print_line(2, "local_cluster: ", death.text.encode())
+        return False
 
 
 def _error_of_run(
@@ -367,12 +430,13 @@ class FollowedProcesses(ProcessGroup):
         put: Put = print_line,
         share: int = 0,
         pass_fds: Sequence[int] = (),
-    ) -> None:
+    ) -> Child:
         """Start a process. `place` is added to this program's environment, and `share` divides the CPU cores."""
         environ = marked_environment({**inherited_environment(os.environ), **place}, self.mark, share)
         child = Child(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
         self.add(child)
         self._notice_end_of(child.process.pid)
+        return child
 
     def wait(self, done: Callable[[], bool], seconds: float | None) -> None:
         with self._changed:

@@ -52,6 +52,9 @@ class RestartedRanks:
         """Whether ranks are about to be started again."""
         return bool(self._due)
 
+    def is_awaited(self, rank: int) -> bool:
+        return rank in self._due
+
     def seconds_left(self, now: float) -> float:
         """Return the seconds until the next rank is due; infinity if none is."""
         return max(0.0, min(self._due.values(), default=float("inf")) - now)

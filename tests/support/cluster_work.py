@@ -63,3 +63,33 @@ def sum_and_fail() -> None:
         kv.pushpull("w", torch.full((2,), 10.0**kv.rank), out=out)
         if kv.rank == 1:
             raise LookupError(f"on purpose, after {out.tolist()}")
+
+
+def fail_until(restarts: int, how: str) -> str:
+    """Fail on rank 1 until it was started again so often; return how often this process was."""
+    mine = os.environ["KVSTORE_RESTARTS"]
+    if os.environ["KVSTORE_RANK"] == "1" and int(mine) < restarts:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise LookupError(f"start {mine}")
+    return mine
+
+
+def kill_the_server(token: str) -> str:
+    """Kill the server that has a token in its environment and is no supervisor; return where its successor answers."""
+    import time
+
+    from kvstore_server import probe
+    from tests.support.launch_jobs import Jobs, command_line
+
+    jobs, address = Jobs(), os.environ["KVSTORE_SERVERS"]
+    jobs.variable = {"LAUNCH_TEST": token}
+
+    def pids() -> list[int]:
+        return [pid for pid in jobs.pids("kvstore_server") if "--supervise" not in command_line(pid)]
+
+    [pid] = pids()
+    os.kill(pid, signal.SIGKILL)
+    while pids() in ([], [pid]) or probe.ask(address, 300.0):
+        time.sleep(0.02)
+    return address

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_server.restarts import REPLACED
+from kvtrainer import local_cluster
 from tests.integration.launch.test_hosts import HostJobs
+from tests.support.cluster_work import fail_until, kill_the_server
 from tests.support.launch_jobs import ROOT, STUBBORN, Jobs, line_of
 from tests.support.limits import FOREVER, LIMIT
 from tests.support.processes import eventually
@@ -106,6 +108,34 @@ def test_kill_9_of_the_launcher_ends_a_worker_that_was_started_again(jobs: Jobs)
     process.kill()
     process.wait()
     assert eventually(lambda: jobs.alive() == []), jobs.alive()
+
+
+RESUMING = """
+import os, signal, torch, kvtrainer
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+trainer = kvtrainer.Trainer(net.named_parameters(), "adam", {"learning_rate": 0.1}, kvstore="dist_sync")
+done, _ = trainer.resume()
+for step in range(done, 8):
+    torch.manual_seed(10 * step + trainer.rank)
+    net(torch.randn(8, 4)).square().mean().backward()
+    if step == 5 and trainer.rank == 1 and os.environ.get("KVSTORE_RESTARTS") == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    trainer.step()
+print(net.weight.tolist(), net.bias.tolist())
+"""
+
+
+def test_a_killed_worker_resumes_and_all_end_with_the_bits_of_a_job_without_a_death(jobs: Jobs) -> None:
+    said = []
+    for flags in ([], ["--restart", "1"]):
+        code, out, err = jobs.finish(launch(jobs, RESUMING, "-n", "2", "-s", "2", *flags))
+        assert code == 0, err
+        assert err.count("restart 1 of 1") == len(flags) // 2
+        said += [line[5:] for line in out.splitlines() if line.startswith("[w")]
+    assert len(said) == 4
+    assert len(set(said)) == 1
 
 
 # Servers, and other hosts.
@@ -236,3 +266,37 @@ print(os.environ["KVSTORE_RANK"], os.environ["ON"], os.environ["KVSTORE_RESTARTS
         assert jobs.alive() == []
     finally:
         jobs.close()
+
+
+# Clusters of a notebook.
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_worker_of_a_cluster_is_started_again_and_its_result_comes_back(
+    how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with local_cluster(workers=2, servers=0, restart=2, linger=LIMIT) as cluster:
+        assert cluster.run(fail_until, 2, how) == ["0", "2"]
+        assert cluster.run(fail_until, 0, how) == ["0", "0"]  # each run has restarts of its own
+    deaths = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("local_cluster: worker 1 ")
+    ]
+    assert [line.partition("; ")[2] for line in deaths] == ["restart 1 of 2", "restart 2 of 2 in 0.5 s"]
+
+
+def test_used_up_restarts_of_a_cluster_raise_the_error() -> None:
+    with (
+        local_cluster(workers=2, servers=0, restart=1, linger=LIMIT) as cluster,
+        pytest.raises(LookupError, match="start 1"),
+    ):
+        cluster.run(fail_until, 2, "raise")
+
+
+def test_a_killed_server_of_a_cluster_comes_back_at_its_address(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [(name, token)] = jobs.variable.items()
+    monkeypatch.setenv(name, token)
+    with local_cluster(workers=1, servers=1, restart=1, linger=LIMIT) as cluster:
+        assert cluster.run(kill_the_server, token) == [*cluster.servers]
+    assert jobs.alive() == []
