@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,17 @@ from typing import Any
 import pytest
 
 from kvstore_server.cli import build_parser
+from kvstore_server.descriptor_store import MOST
+from kvstore_server.restarts import CRASH_LOOP, REPLACED, RESTARTS
+from kvstore_server.supervisor import DURABILITY
 from kvtrainer.common.env import Topology, read_topology
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.jobs import kvlaunch
-from tests.support.limits import LIMIT
+from tests.support.limits import JOB_LIMIT, LIMIT
+from tests.support.processes import Processes
 
-DEPLOY = Path(__file__).parent.parent / "examples" / "deploy"
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "examples" / "deploy"
 
 # Slurm, as far as the batch file knows it: steps whose tasks find SLURM_PROCID and SLURM_NTASKS, and signals to a step.
 
@@ -104,6 +111,37 @@ def test_a_worker_that_fails_gives_the_batch_job_its_code_and_servers_are_draine
     assert (done.returncode, done.stdout) == (7, "drained\n")
 
 
+def test_with_restarts_servers_of_the_batch_file_are_supervised(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    assert submit({**slurm, "RESTARTS": "3"}, tmp_path, "true").returncode == 0
+    [line] = (Path(slurm["STEPS"]) / "servers").read_text().splitlines()
+    flags = build_parser({}).parse_args(line.split())
+    assert (flags.supervise, flags.restarts, flags.ready_fd) == (True, 3, 3)
+
+
+def test_with_restarts_a_worker_of_the_batch_file_is_started_again_where_it_was(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    work = 'echo "$SLURM_PROCID $KVSTORE_RESTARTS"; [ $SLURM_PROCID = 0 ] || exit $((2 - KVSTORE_RESTARTS))'
+    done = submit({**slurm, "RESTARTS": "2"}, tmp_path, "sh", "-c", work)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 0", "1 0", "1 1", "1 2", "drained"]
+    assert done.stderr.splitlines() == [
+        "worker 1 exited with code 2; restart 1 of 2",
+        "worker 1 exited with code 1; restart 2 of 2",
+    ]
+
+
+@pytest.mark.parametrize(("code", "starts"), [(7, 3), (75, 1)])
+def test_a_worker_of_the_batch_file_that_fails_for_good_or_was_replaced_gives_its_code(
+    slurm: dict[str, str], tmp_path: Path, code: int, starts: int
+) -> None:
+    environ = {**slurm, "RESTARTS": "2", "SLURM_NTASKS": "1"}
+    done = submit(environ, tmp_path, "sh", "-c", f"echo begins; exit {code}")
+    assert (done.returncode, done.stdout) == (code, "begins\n" * starts + "drained\n")
+
+
 @pytest.mark.parametrize(
     ("changes", "command", "told"),
     [
@@ -133,7 +171,7 @@ def manifests() -> dict[str, Any]:
 
 
 def env_of(container: dict[str, Any]) -> dict[str, str]:
-    return {one["name"]: one["value"] for one in container["env"]}
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
 
 
 def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +180,7 @@ def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("version", ["1.28", "1.32"])
+@pytest.mark.parametrize("version", ["1.29", "1.32"])
 def test_kubernetes_takes_the_manifests(manifests: dict[str, Any], version: str) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="make test-deploy installs what this needs")
     assert sorted(manifests) == ["Job", "NetworkPolicy", "Service", "StatefulSet"]
@@ -186,6 +224,22 @@ def test_a_worker_of_a_manifest_with_zero_workers_says_so_in_one_line(manifests:
     assert "KVSTORE_NUM_WORKERS) is 0" in line
 
 
+def test_a_worker_of_the_manifests_comes_back_with_its_rank_and_servers_have_a_supervisor(
+    manifests: dict[str, Any],
+) -> None:
+    job, [_, _, command] = manifests["Job"]["spec"], container_of(manifests["StatefulSet"])["command"]
+    assert (job["backoffLimitPerIndex"], job["maxFailedIndexes"]) == (3, 0)
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    [rule] = job["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [REPLACED])
+    [counter] = [one for one in container_of(manifests["Job"])["env"] if one["name"] == RESTARTS]
+    assert "job-index-failure-count" in counter["valueFrom"]["fieldRef"]["fieldPath"]
+    flags = build_parser({}).parse_args(
+        command.partition("kvstore-server ")[2].replace("${HOSTNAME##*-}", "1").split()
+    )
+    assert flags.supervise
+
+
 def test_only_workers_reach_the_servers_and_no_pod_has_privileges(manifests: dict[str, Any]) -> None:
     policy = manifests["NetworkPolicy"]["spec"]
     [rule] = policy["ingress"]
@@ -197,6 +251,89 @@ def test_only_workers_reach_the_servers_and_no_pod_has_privileges(manifests: dic
         assert manifests[kind]["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+
+
+# systemd.
+
+UNIT = DEPLOY / "kvstore-server@.service"
+
+
+def settings(section: str) -> list[tuple[str, str]]:
+    """The settings in a section of the unit, which may occur several times."""
+    text = UNIT.read_text().partition(f"[{section}]\n")[2].partition("\n[")[0]
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(name, value) for name, _, value in (line.partition("=") for line in lines)]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("mistake", [False, True])
+def test_systemd_takes_the_unit_and_a_mistake_would_have_been_noticed(tmp_path: Path, mistake: bool) -> None:
+    text = UNIT.read_text().replace("/opt/kvtrainer/bin/kvstore-server", shutil.which("true") or "")
+    (tmp_path / UNIT.name).write_text(
+        text.replace("FileDescriptorStoreMax", "FileDescriptors") if mistake else text
+    )
+    verify = ["systemd-analyze", "verify", str(tmp_path / UNIT.name.replace("@", "@0"))]
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert ("FileDescriptors" in done.stderr) == mistake, done.stderr
+    assert bool(done.stderr) == mistake
+
+
+def test_the_unit_keeps_the_memory_of_a_server_and_starts_it_again_unless_that_is_in_vain() -> None:
+    unit, service = dict(settings("Unit")), dict(settings("Service"))
+    assert (service["Restart"], int(service["FileDescriptorStoreMax"])) == ("on-failure", MOST)
+    assert service["RestartPreventExitStatus"].split() == ["2", str(REPLACED)]
+    assert service["Type"] == "notify"
+    assert int(unit["StartLimitBurst"]) == CRASH_LOOP
+    environ = dict(value.split("=") for name, value in settings("Service") if name == "Environment")
+    assert environ.pop(DURABILITY) == "process"
+    flags = build_parser(environ).parse_args(service["ExecStart"].replace("%i", "1").split()[1:])
+    assert (flags.index, flags.num_servers, flags.bind) == (1, 2, "tcp://127.0.0.1:5551")
+    assert flags.drain_timeout < int(service["TimeoutStopSec"])
+
+
+# torchrun.
+
+RESUMING = """
+import os, signal, torch, kvtrainer
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+trainer = kvtrainer.Trainer(net.named_parameters(), "adam", {"learning_rate": 0.1}, kvstore="dist_sync")
+done, _ = trainer.resume()
+for step in range(done, 8):
+    torch.manual_seed(10 * step + trainer.rank)
+    net(torch.randn(8, 4)).square().mean().backward()
+    if step == 5 and trainer.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["DIES"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    trainer.step()
+os.write(1, f"{net.weight.tolist()} {net.bias.tolist()}\\n".encode())  # at once: the workers share a pipe
+"""
+
+
+def test_workers_that_torchrun_starts_again_resume_with_the_bits_of_a_job_without_a_death(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(RESUMING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said: list[str] = []
+    for dies, told in (("never", 0), ("0", 1)):
+        with Processes() as processes:
+            [server] = processes.servers(1)
+            environ = {
+                "KVSTORE_SERVERS": server.address,
+                "KVSTORE_ATTEMPT": "0",
+                "DIES": dies,
+                "OMP_NUM_THREADS": "1",
+            }
+            done = subprocess.run(
+                [*torchrun, "--max-restarts", "1", "train.py"], cwd=tmp_path, capture_output=True, text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environ}, timeout=JOB_LIMIT, check=False,
+            )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("exitcode: -9") == told
+        said += done.stdout.splitlines()
+    assert len(said) == 4
+    assert len(set(said)) == 1
 
 
 # Containers.

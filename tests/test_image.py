@@ -60,7 +60,8 @@ class Pods:
         assert rights["readOnlyRootFilesystem"]
         assert not rights["allowPrivilegeEscalation"]
         assert [one["mountPath"] for one in container["volumeMounts"]] == ["/tmp"]
-        environ = {**{one["name"]: one["value"] for one in container["env"]}, **environ}
+        given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        environ = {**given, **environ}
         done = podman(
             "run", "--detach", "--name", name, "--hostname", name, "--network", "kvtrainer-pods", *flags,
             "--read-only", "--read-only-tmpfs=false", "--tmpfs=/tmp", "--security-opt=no-new-privileges",
