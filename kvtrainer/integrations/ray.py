@@ -43,24 +43,29 @@ class KVStoreConfig(BackendConfig):  # type: ignore[misc]
         resources_per_server: Resources that Ray reserves for each.
         placement_strategy: Strategy of the servers' placement group, as in `ScalingConfig`.
         server_args: Flags for every server, such as `["--import", "my_optimizers"]`.
+        restart: How often the process of each server is started again when it is killed or fails, with its weights.
+            When a worker, an actor or a host is lost, Ray starts the whole job again, as `FailureConfig` says.
         allow_public_bind: Allow servers to listen on addresses that other hosts can reach, although traffic is neither
             authenticated nor encrypted. Required for a job on several hosts.
         start_timeout: Seconds for Ray to place the servers, and for them to listen.
 
     Raises:
-        ConfigurationError: There is no server.
+        ConfigurationError: There is no server, or a number is negative.
     """
 
     num_servers: int = 1
     resources_per_server: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     placement_strategy: str = "PACK"
     server_args: Sequence[str] = ()
+    restart: int = 0
     allow_public_bind: bool = False
     start_timeout: float = JobTimeouts.start
 
     def __post_init__(self) -> None:
         if self.num_servers < 1:
             raise ConfigurationError(f"num_servers is {self.num_servers}; a job on Ray has at least 1")
+        if self.restart < 0:
+            raise ConfigurationError(f"restart is {self.restart}; a server is started again at least 0 times")
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -183,7 +188,7 @@ class KVServer:
     def listen(self, config: KVStoreConfig, is_public: bool) -> str:
         bind = tcp_address(_node_address() if is_public else "127.0.0.1", 0)
         flags = ["--bind", bind, *(["--allow-public-bind"] if is_public else []), *config.server_args]
-        command = server_command(self._index, config.num_servers, JobTimeouts.grace, flags)
+        command = server_command(self._index, config.num_servers, JobTimeouts.grace, flags, config.restart)
         [address] = start_servers(self._group, {self._index: command}, config.start_timeout)
         return address
 
