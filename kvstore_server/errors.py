@@ -18,6 +18,7 @@
     ├── ServerLostState                      the server was restarted and no longer holds this job
     ├── ServerStoppingError                  the server is draining and takes no new round, or was shut down
     ├── NonFiniteGradientError (FloatingPointError)   a gradient that cannot be compressed
+    ├── RecoveryError                        what a server stored before its restart cannot be used
     ├── CommandError                         a command that no function on the servers answers, or that raised
     └── OptimizerError                       the optimizer raised while a round was applied
 
@@ -107,6 +108,10 @@ class ServerStoppingError(KVStoreError):
 
 class OptimizerError(KVStoreError):
     """The optimizer raised while a round was being applied; the weights are as before the round."""
+
+
+class RecoveryError(KVStoreError):
+    """What a server stored for its restart is damaged, is of another server, or cannot be stored."""
 
 
 class CommandError(KVStoreError):

@@ -63,6 +63,10 @@ class AgreedOptimizer:
             return None
         return before.registered_name
 
+    def sent(self) -> list[tuple[int, bytes]]:
+        """Return what `set` was called with, each rank's last; the one that is effective now comes last."""
+        return sorted(self._sent.items(), key=lambda one: one[1] == self._spec)
+
     def is_known(self, spec: bytes) -> bool:
         """Return whether any rank has sent this optimizer."""
         return spec in self._sent.values()
@@ -122,6 +126,12 @@ class AgreedOptions:
                 optimizer.check_key(spec.key, spec.shape, row)
             cached = self._cached = (packed, rate, optimizer, rows)
         return cached[3]
+
+    def sent(self) -> dict[int, bytes]:
+        return dict(self._sent)
+
+    def restore(self, sent: Mapping[int, bytes]) -> None:
+        self._sent = dict(sent)
 
     def forget(self, rank: int) -> None:
         self._sent.pop(rank, None)

@@ -33,6 +33,7 @@ from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.debug_log import Peer
 from kvstore_server.engine import pipelined
+from kvstore_server.engine.durability import Durability, Head
 from kvstore_server.engine.facts import FRESH, MOST_JOBS, read_report
 from kvstore_server.engine.membership import Sessions, random_token
 from kvstore_server.engine.namespace import EngineConfig, Namespace, TableBatch
@@ -155,8 +156,14 @@ class Engine:
         leases: Leases | None = None,
         clock: Clock | None = None,
         tokens: Callable[[], int] = random_token,
+        durability: Durability | None = None,
     ) -> None:
-        """`clock` times requests while a job is profiled; `tokens` returns secret 64-bit tokens for sessions."""
+        """
+        Args:
+            clock: Times requests while a job is profiled.
+            tokens: Returns secret 64-bit tokens for sessions.
+            durability: Lets the state outlive the process; None: it does not. See `restore` and `begin_log`.
+        """
         self.config = config
         self._clock = clock
         self._commands = Commands(CommandContext(config.server, config.num_servers))
@@ -175,6 +182,7 @@ class Engine:
         """The latest namespaces that have ended because all workers had finished."""
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
+        self._durability = durability
         self._handlers: dict[type[Any], Callable[[Sender, Any], list[m.Outgoing]]] = {
             m.Contribute: self._contribute,
             m.Resolve: self._resolve,
@@ -196,6 +204,32 @@ class Engine:
             m.Leave: self._leave,
         }
 
+    def restore(self, now: float) -> None:
+        """Continue with what an earlier process of this server has stored. Call it before the first `handle`.
+
+        Raises RecoveryError if that contradicts itself, and other errors as for the requests that made it.
+        """
+        assert self._durability is not None
+        self._durability.undo()
+
+        def make_space(name: str, num_workers: int, mode: Mode, number: int) -> Namespace:
+            space = self._make_space(name, num_workers, mode, now, number)
+            space.begin()
+            return space
+
+        self.namespaces = self._durability.restore(make_space, self._sessions, now)
+
+    def begin_log(self, head: Head) -> None:
+        """Log the present state, and from now on everything that changes, before it is answered."""
+        assert self._durability is not None
+        self._durability.start(head, self.namespaces, self._sessions)
+
+    def erase(self) -> None:
+        """Remove what was stored for the next process, because the server ends."""
+        if self._durability is not None:
+            self._durability.erase()
+            self._durability = None
+
     def is_session(self, peer: bytes, token: int) -> bool:
         """Return whether the socket `peer` belongs to the open session with this token."""
         try:
@@ -214,6 +248,12 @@ class Engine:
         Returns the messages to send: replies to this request, and to others that it completes. An error of the request
         is a reply as well; it is never raised.
         """
+        out = self._handle(peer, request, now)
+        if self._durability is not None:
+            self._durability.commit(self.namespaces, self._sessions)
+        return out
+
+    def _handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         waiter, body = Waiter(peer, request.number), request.body
         try:
             # 1. Messages that need no session: hello and status queries.
@@ -272,6 +312,8 @@ class Engine:
                 self._end(space)  # all workers have failed, and none came back
             elif silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
+        if self._durability is not None:
+            self._durability.commit(self.namespaces, self._sessions)
         return out
 
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
@@ -418,6 +460,8 @@ class Engine:
         # 3. Store what the rank said with them: keys it leaves out, hyper-parameters, what its successor gets.
         if body.client_state:
             space.keep_client_state(rank, some.named, body.client_state)
+        if body.hyper and space.changes is not None:
+            space.changes.note_hypers(some.numbers)
         for table in some.named if body.absent or body.hyper else ():
             left_out = frozenset(key for number, key in body.absent if number == table.number)
             if left_out:
@@ -516,6 +560,7 @@ class Engine:
             answers += _list_answers(tracker, rank, given, ended, is_plain=not applied)
         if space.absent:
             space.forget_absent(ended.numbers)
+        space.note_tables(ended.numbers)
         # 3. Close the rounds, and advance the clocks of asynchronous ranks.
         space.log_rounds("applied", tracker, ended.named)
         tracker.finish(ended.tables, ended.slots)
@@ -664,6 +709,7 @@ class Engine:
     ) -> list[m.Outgoing]:
         number = tracker.number(table.number)
         space.record_failure(error)
+        space.note_tables([table.number])
         space.log_rounds("failed", tracker, [table], error=error)
         space.forget_absent([table.number])
         if tracker is space.rounds.shared:
@@ -691,6 +737,7 @@ class Engine:
         # Another server failed the round that this one has applied: undo it while no slice of the next has arrived.
         elif abort.undo and abort.round == number - 1 and stands and table.undo(whose):
             tracker.undo(table.number, error)
+            space.note_tables([table.number])
             space.log_rounds("undone", tracker, [table], rank, error, back=1)
         for wait in space.waits.take(
             lambda wait: (wait.table, wait.rank, wait.round) == (table.number, rank, abort.round)
@@ -707,6 +754,7 @@ class Engine:
         # Over already, as a rule because another rank decided first. Its decision must have been the same.
         if resolve.round < number:
             is_last = resolve.round == number - 1 and shared.was_applied(table.number, resolve.round)
+            space.note_tables([table.number])
             if is_last and not table.record_decision(decision):
                 _log.warning("rank %d decided differently about round %d of %r than the rank before it: %s", rank,
                              resolve.round, table.name, decision)  # fmt: skip
@@ -755,6 +803,7 @@ class Engine:
         ready = space.waits.take_ready()
         for number in dict.fromkeys(wait.table for wait in ready if wait.is_join):
             space.rounds.part_again(number)
+            space.note_tables([number])
         return [out for wait in ready for out in wait.answer()]
 
     # ---------------------------------------------------------------- what takes too long
@@ -848,6 +897,8 @@ class Engine:
         except PlanMismatchError as error:
             told = [_make_failed(sender.waiter, error)]
             for table in space.tables:
+                if table.conflict is error:
+                    space.note_tables([table.number])
                 if table.conflict is error and shared.num_committed[table.number]:
                     told += self._fail(space, shared, table, error)
             return told
@@ -883,6 +934,7 @@ class Engine:
         table.shard.slot_of(table.unit, body.index)
         slice_ = table.plan.slices[body.index]
         table.shard.put_state(table.unit, body.index, unpack_states(slice_, body.summary, body.data))
+        sender.space.note_tables([table.number])
         return _make_info(sender)
 
     def _gather(self, sender: Sender, gather: m.Gather) -> list[m.Outgoing]:
@@ -891,6 +943,7 @@ class Engine:
         if not released:
             what = f"barrier {gather.sequence}"
             return _still_waiting(space, sender.waiter, what, members.absent_from_barrier(), sender.now)
+        space.note_members()
         return [out for one, parts in released for out in _make_reply(one, m.Gathered(parts))]
 
     def _hello(self, peer: bytes, hello: m.Hello, now: float) -> m.Welcome:
@@ -898,7 +951,7 @@ class Engine:
         known = self._sessions.repeated(peer, hello)
         if known is not None:
             known.last_heard = now
-            return m.Welcome(self.config.run, known.token, self.config.spread_from)
+            return self._welcome(known.token)
         space = self.namespaces.get(hello.namespace)
         session = self._sessions.new(peer, hello, now)
         # 2. Check everything before anything changes. A refusal is recorded, so that ranks that wait are told why.
@@ -924,6 +977,7 @@ class Engine:
         except ConfigurationError as error:
             if space is not None:
                 space.membership.refuse(hello.rank, f"it was refused: {error}")
+                space.note_members()
             raise
         # 3. The rank is in. A former process of the same rank is fenced, and what it had not committed is dropped.
         if hello.namespace not in self.namespaces:
@@ -931,6 +985,7 @@ class Engine:
             space.begin()
         self._kept.pop(hello.namespace, None)
         self._sessions.open(session)
+        self._note_session(session.token)
         if replaced is not None and not replaced.has_left:
             self._fence(
                 replaced.token,
@@ -939,7 +994,17 @@ class Engine:
             )
         space.begin_process(hello.rank, hello.resumes)
         pipelined.roll_back_broken(space)
-        return m.Welcome(self.config.run, session.token, self.config.spread_from)
+        return self._welcome(session.token)
+
+    def _welcome(self, token: int) -> m.Welcome:
+        config = self.config
+        return m.Welcome(config.run, token, config.spread_from, config.restart_timeout)
+
+    def _note_session(self, token: int) -> None:
+        session = self._sessions.known(token)
+        space = None if session is None else self.namespaces.get(session.hello.namespace)
+        if space is not None and space.changes is not None:
+            space.changes.note_session(token)
 
     def _new_namespace(self, hello: m.Hello, mode: Mode, now: float) -> Namespace:
         config = self.config
@@ -950,12 +1015,18 @@ class Engine:
                 f"its workers was heard from for {config.forget_after:g} s (--forget-after), without weights for "
                 f"{config.dead_after:g} s (--dead-after), or earlier if another one needs its place"
             )
-        resumable = self._resumable.setdefault(_job_of(hello.namespace), set())
-        space = Namespace(
-            hello.namespace, hello.num_workers, mode, config, self.budget, self._leases, now, resumable
-        )
+        space = self._make_space(hello.namespace, hello.num_workers, mode, now)
         self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
         return space
+
+    def _make_space(
+        self, name: str, num_workers: int, mode: Mode, now: float, number: int | None = None
+    ) -> Namespace:
+        durable = None if self._durability is None else self._durability.begin(name, number)
+        resumable = self._resumable.setdefault(_job_of(name), set())
+        return Namespace(
+            name, num_workers, mode, self.config, self.budget, self._leases, now, resumable, durable
+        )
 
     def _forget_if_silent(self, space: Namespace, silence: float) -> None:
         if space.has_values and silence > self.config.forget_after:
@@ -1011,6 +1082,8 @@ class Engine:
 
     def _end(self, space: Namespace) -> None:
         del self.namespaces[space.name]
+        if self._durability is not None:
+            self._durability.end(space.name)
         space.end()
         self.num_ended += 1
         job = _job_of(space.name)
@@ -1030,6 +1103,7 @@ class Engine:
     def _fence(self, session: int, reason: str) -> None:
         self._commands.forget(session)
         self._sessions.end(session, reason)
+        self._note_session(session)
 
     def _leave(self, sender: Sender, leave: m.Leave) -> list[m.Outgoing]:
         space, rank = sender.space, sender.rank
@@ -1168,6 +1242,7 @@ def _fail_wait(space: Namespace, wait: DelayedRequest, error: KVStoreError) -> l
     if wait.is_join:
         # The rank will not see all others join: it takes part again, and its join has failed.
         space.rounds.fail_join(wait.rank, wait.table, wait.round, error)
+        space.note_tables([wait.table])
         following = wait.round + 1
     return [_make_failed(wait.waiter, error, wait.table, wait.round, following)]
 

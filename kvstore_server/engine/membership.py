@@ -164,6 +164,31 @@ class Sessions:
         self._live[session.token] = session
         self._opened[session.process] = session.token
 
+    def known(self, token: int) -> RankSession | None:
+        """Return a session, also one that has ended."""
+        return self._live.get(token) or self._ended.get(token, (None, ""))[0]
+
+    def named(self, tokens: Iterable[int]) -> list[tuple[RankSession, str | None]]:
+        """Return those of some sessions that are still known, and why they ended; None: they are open."""
+        found: list[tuple[RankSession, str | None]] = []
+        for token in tokens:
+            if token in self._live:
+                found.append((self._live[token], None))
+            elif token in self._ended:
+                found.append(self._ended[token])
+        return found
+
+    def of_namespace(self, name: str) -> list[int]:
+        ended = [token for token, (one, _) in self._ended.items() if one.hello.namespace == name]
+        return ended + [token for token, one in self._live.items() if one.hello.namespace == name]
+
+    def restore(self, session: RankSession, reason: str | None) -> None:
+        """Open a session of an earlier process of this server, or end it for a reason."""
+        self._ended.pop(session.token, None)
+        self.open(session)
+        if reason is not None:
+            self.end(session.token, reason)
+
     def end(self, token: int, reason: str) -> None:
         """End a session; later messages in it are refused with this reason."""
         self._ended[token] = (self._live.pop(token), reason)
@@ -214,7 +239,7 @@ class Membership:
         """The departed ranks that finished."""
         self.barrier_sequence = 0
         self.barrier: dict[int, BarrierWait] = {}
-        self._gathered: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
+        self.gathered: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
         """Barrier → what the ranks gave there; the last one, and as many before it as `_GATHERED_KEPT` allows, for
         processes that come again to a barrier that another one of their rank has passed."""
 
@@ -347,7 +372,7 @@ class Membership:
         """
         # 1. A repeated request for a barrier that has ended.
         if gather.sequence < self.barrier_sequence:
-            return [(waiter, self._gathered.get(gather.sequence, ()) if gather.reads else ())]
+            return [(waiter, self.gathered.get(gather.sequence, ()) if gather.reads else ())]
         if gather.sequence > self.barrier_sequence:
             raise ProtocolError(
                 f"rank {rank} is at barrier {gather.sequence} while barrier {self.barrier_sequence} is open"
@@ -359,12 +384,12 @@ class Membership:
         if self.absent_from_barrier():
             return []
         gathered = tuple(self.barrier[each].data for each in range(self.num_workers))
-        self._gathered[self.barrier_sequence] = gathered
+        self.gathered[self.barrier_sequence] = gathered
         while (
-            len(self._gathered) > 1
-            and sum([sum(map(len, one)) for one in self._gathered.values()]) > _GATHERED_KEPT
+            len(self.gathered) > 1
+            and sum([sum(map(len, one)) for one in self.gathered.values()]) > _GATHERED_KEPT
         ):
-            self._gathered.popitem(last=False)
+            self.gathered.popitem(last=False)
         self.barrier_sequence += 1
         released = [(wait.waiter, gathered if wait.reads else ()) for wait in self.barrier.values()]
         self.barrier.clear()

@@ -31,10 +31,12 @@ from torch import Tensor
 from kvstore_server.budget import Budget
 from kvstore_server.codec import Codec, make_codec, torch_dtype
 from kvstore_server.debug_log import debug_log
+from kvstore_server.durable.journal import Journal
 from kvstore_server.engine.agreed_options import AgreedOptimizer
+from kvstore_server.engine.changes import Changes
 from kvstore_server.engine.facts import waits_of, workers_of
 from kvstore_server.engine.membership import ERROR_LENGTH, ERRORS_KEPT, Membership
-from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_deltas
+from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_copy, size_of_deltas
 from kvstore_server.engine.rounds import (
     NO_BYTES,
     CommitInfo,
@@ -95,6 +97,8 @@ class EngineConfig:
         integers: Whether keys may be integers, which no optimizer can update.
         spread_from: A Trainer's table of at least this many bytes is spread over all servers; a smaller one is on a
             single server, because waking several servers on one host takes longer than summing so little.
+        restart_timeout: Seconds that workers wait for a restart of this server, whose state outlives its process; 0: it
+            does not.
     """
 
     server: int = 0
@@ -112,6 +116,7 @@ class EngineConfig:
     max_message_keys: int = KEYS_PER_MESSAGE
     integers: bool = False
     spread_from: int = 0
+    restart_timeout: float = 0.0
 
 
 class SliceLocations(NamedTuple):
@@ -165,7 +170,9 @@ class Namespace:
         leases: Leases | None,
         now: float,
         resumable: set[int] | None = None,
+        durable: tuple[Journal, str, Changes] | None = None,
     ) -> None:
+        """`durable`: the journal, a prefix for its memory, and what the next image contains, see `durability`."""
         # 1. Who takes part, and which rounds are open.
         self.name = name
         self.created_at = now
@@ -198,7 +205,10 @@ class Namespace:
         """For each slot, whether workers hold a copy of it."""
         self._batches = BoundedCache[TableBatch](self.rounds.slots)
         self._locations = BoundedCache[SliceLocations](self.rounds.slots)
-        self.shard = Shard(leases)
+        journal, prefix, changes = durable or (None, "", None)
+        self.changes: Changes | None = changes
+        """What the next image contains; None: the state ends with the process."""
+        self.shard = Shard(leases, journal, prefix)
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
@@ -252,6 +262,35 @@ class Namespace:
             error,
         )
 
+    def note_tables(self, numbers: Iterable[int]) -> None:
+        """Let the next image have the present state of these tables; without effect unless the state is durable."""
+        if self.changes is not None:
+            self.changes.note_tables(numbers)
+
+    def note_members(self) -> None:
+        """Like `note_tables`, for members and the barrier."""
+        if self.changes is not None:
+            self.changes.note_members()
+
+    def registered_by(self, table: Table) -> int:
+        return self._registered_by[table.name]
+
+    def restore_more_reads(self, table: Table, more: int) -> None:
+        self.claim(
+            max(more - table.more_reads, 0) * _weights_nbytes(table),
+            f"what workers of table {table.name!r} have",
+        )
+        table.more_reads = more
+
+    def claim_restored(self) -> None:
+        """Claim the memory of what was restored and is not claimed with its table."""
+        self.claim(sum(map(len, self.client_states.values())), "what the successors of ranks get")
+
+    def _footprint(self, plan: Plan, optimizer: Optimizer | None) -> int:
+        needed = footprint(plan, self.config.server, self.membership.num_workers, self.mode, optimizer)
+        # The shadow is as large as what it protects.
+        return needed + (0 if self.changes is None else size_of_copy(plan, self.config.server, optimizer))
+
     def register(self, rank: int, register: m.Register) -> Table | int:
         """Return the table of that name, created if this rank is the first to declare it.
 
@@ -293,7 +332,7 @@ class Namespace:
         )
         workers = self.membership.num_workers
         codec = _codec_of(register.delta_form) if register.delta_form else None
-        needed = footprint(plan, self.config.server, workers, self.mode, self.optimizer.named)
+        needed = self._footprint(plan, self.optimizer.named)
         for_deltas = 0 if codec is None else size_of_deltas(plan, self.config.server)
         self.claim(needed + for_deltas, f"table {register.table!r}")
         number = len(self.tables)
@@ -309,6 +348,7 @@ class Namespace:
         self._footprints += needed
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
+        self.note_tables([number])
         return table
 
     def _check_same_form(self, table: Table, register: m.Register, rank: int) -> None:
@@ -432,6 +472,8 @@ class Namespace:
             if len(state) > former:
                 self.claim(len(state) - former, f"what the successor of rank {rank} gets")
             self.client_states[table.number, rank] = state
+            if self.changes is not None:
+                self.changes.note_client(table.number, rank)
 
     def begin_process(self, rank: int, resumes: bool) -> None:
         """Drop what a rank had not committed, because a new process takes it over."""
@@ -448,6 +490,9 @@ class Namespace:
         self.forget_declaration(rank)
         for table in self.tables if not self.mode.is_sync else ():
             table.hyper.forget(rank)
+        if self.changes is not None and not self.mode.is_sync:  # its lane and its clocks are gone, too
+            self.changes.note_hypers(range(len(self.tables)))
+            self.changes.note_tables(range(len(self.tables)))
 
     def open_round(self, number: int) -> str:
         return f"round {self.rounds.shared.number(number)} of {self.tables[number].name!r}"
@@ -682,6 +727,8 @@ class Namespace:
                     self._record_read(table, rank)
             else:
                 table.record_contribution(ranks)
+        if self.changes is not None and not self.mode.is_sync:
+            self.note_tables([table.number for table in some.named if table.notes_reads])
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def check_is_before(self, round_: int, tables: Iterable[int]) -> None:
@@ -731,6 +778,8 @@ class Namespace:
             self._record_read(table, rank)
         else:
             table.record_contribution([rank], None if table.deltas is None else table.deltas.weights)
+        if table.deltas is not None or table.notes_reads:
+            self.note_tables([table.number])
         parts = [(part.slot, table.version, part.kind, part.payload.nbytes) for part in found]
         table.bytes_out += sum([nbytes for _, _, _, nbytes in parts])
         return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))
@@ -738,9 +787,10 @@ class Namespace:
     def _record_read(self, table: Table, rank: int) -> None:
         def has_room(more: int) -> bool:
             copies = max(more - table.more_reads, 0)
-            nbytes = sum([slice_.length * SIZES[slice_.dtype] for slice_ in table.unit.slices])
             try:
-                self.claim(copies * nbytes, f"what workers of table {table.name!r} have pulled")
+                self.claim(
+                    copies * _weights_nbytes(table), f"what workers of table {table.name!r} have pulled"
+                )
             except ConfigurationError:
                 return False
             table.more_reads += copies
@@ -764,13 +814,13 @@ class Namespace:
                 replaced,
             )
             self.shard.reset_states()
+            self.note_tables(range(len(self.tables)))
+        if self.changes is not None:
+            self.changes.note_optimizer()
         self._let_record_reads(self.tables)
 
     def _make_room(self, optimizer: Optimizer) -> None:
-        workers = self.membership.num_workers
-        needed = sum(
-            footprint(table.plan, table.unit.server, workers, self.mode, optimizer) for table in self.tables
-        )
+        needed = sum(self._footprint(table.plan, optimizer) for table in self.tables)
         what = f"the state of optimizer {optimizer.registered_name!r} in namespace {self.name!r}"
         self.claim(needed - self._footprints, what)
         self._footprints = needed
@@ -785,6 +835,7 @@ class Namespace:
             if begins and table.is_initialised:
                 # Without an optimizer nothing has changed the first values, so every rank has these.
                 table.record_contribution(range(self.membership.num_workers))
+                self.note_tables([table.number])
 
     def is_waiting(self) -> bool:
         return bool(self.membership.barrier or self.waits.all or self.rounds.shared.num_committed.any())
@@ -854,6 +905,10 @@ class Namespace:
             "joined": sorted(self.rounds.joined(number)),
             "waiting_for": shared.missing_ranks(number) if shared.num_committed[number] else [],
         }
+
+
+def _weights_nbytes(table: Table) -> int:
+    return sum([slice_.length * SIZES[slice_.dtype] for slice_ in table.unit.slices])
 
 
 @functools.lru_cache(maxsize=16)

@@ -137,6 +137,8 @@ def _begin_round(space: Namespace, table: Table) -> None:
 
 def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bool:
     """Claim memory for the copy that is kept until the round is over; the claim is kept for later rounds."""
+    if space.changes is not None:
+        return True  # the journal's shadow, claimed with the table
     needed = size_of_copy(table.plan, table.unit.server, optimizer)
     try:
         space.claim(
@@ -217,7 +219,8 @@ def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange
     try:
         # The copy is made as late as possible: a round that is never applied in part needs none.
         if state.undo is None:
-            state.undo = table.shard.snapshot(table.unit)
+            state.undo = table.shard.hold_former(table.unit)
+            space.note_tables([table.number])
         ranks = [(space.rounds.shared.inputs[rank], intent) for rank, intent in state.intents.items()]
         how = state.optimizer, state.hypers, table.unit
         if len(whole):
@@ -313,6 +316,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
     out = _send_weights(space, table, left, told)
     table.pipelined = None
     space.rounds.pipelined.discard(number)
+    table.shard.release_former(table.unit)
     table.shard.count([table.unit])
     table.changed(state.hyper)
     return out
@@ -324,6 +328,8 @@ def roll_back(space: Namespace, table: Table) -> None:
     space.rounds.pipelined.discard(table.number)
     if state is not None and state.undo is not None:
         table.shard.restore(table.unit, state.undo)
+        table.shard.release_former(table.unit)
+        space.note_tables([table.number])
         table.version += 1  # a rollback is a change, too
         space.log_rounds("rolled_back", space.rounds.shared, [table])
 

@@ -46,7 +46,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -720,6 +720,27 @@ class RoundTracker:
         """Return whether a past round was applied and not undone."""
         return round_ < min(self.number(table), int(self._failed[table]))
 
+    def first_failed(self, tables: Ints) -> Ints:
+        """Return for some tables the first failed round since the last applied one."""
+        return np.asarray(self._failed[tables])
+
+    def failures(self, table: int) -> Mapping[int, KVStoreError]:
+        """Return the errors of the last failed rounds of a table, by round."""
+        return self._failures.get(table, {})
+
+    def restore(
+        self,
+        tables: Ints,
+        numbers: Ints,
+        failed: Ints,
+        failures: Mapping[int, Mapping[int, KVStoreError]],
+    ) -> None:
+        """Set which rounds are open and which failed, for tables to whose open rounds no rank has given anything."""
+        self.numbers[tables], self._failed[tables] = numbers, failed
+        for table in tables.tolist():
+            self._failures.pop(table, None)
+        self._failures |= {table: dict(of_table) for table, of_table in failures.items()}
+
     def replace_process(self, rank: int) -> None:
         """Drop what a rank has not committed, when its process is replaced."""
         if rank in self.inputs:
@@ -749,7 +770,7 @@ class NamespaceRounds:
         self.pipelined: set[int] = set()
         """Tables whose open round is partly applied. No rank may read them until it is over."""
         self._is_sync, self.bound = mode.is_sync, mode.bound
-        self._lanes: dict[int, RoundTracker] = {}
+        self.lanes: dict[int, RoundTracker] = {}
         self._clocks: dict[int, list[int]] = {}
         """Table → the clock of each rank."""
         self._joined: dict[int, set[int]] = {}
@@ -758,7 +779,7 @@ class NamespaceRounds:
     def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
         """Open the first round of a new table, given the sizes of its slices in bytes; see `Slots.is_next`."""
         self.slots.add(sizes, are_next)
-        for tracker in (self.shared, *self._lanes.values()):
+        for tracker in (self.shared, *self.lanes.values()):
             tracker.fit()
 
     def trackers(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[RoundTracker, Bools | None]]:
@@ -782,15 +803,19 @@ class NamespaceRounds:
         # The first round that a process names is where its lane begins, and sets its clock. With several servers a
         # worker takes the largest round that one of them proposed: if servers disagreed on who is ahead, ranks could
         # deadlock.
-        lane = self._lanes.get(rank)
-        if lane is None:
-            lane = self._lanes[rank] = RoundTracker(1, self.slots, self.durations)
+        lane = self.new_lane(rank)
         # Round 0 was shared, so number 0 means that the lane has not begun for a table.
         for at in np.flatnonzero(lane.numbers[tables] == 0):
             table, number = int(tables[at]), int(rounds[at])
             lane.numbers[table] = max(1, number)
             self.clocks(table)[rank] = max(self.clocks(table)[rank], number - 1)
         return lane
+
+    def new_lane(self, rank: int) -> RoundTracker:
+        """Return the lane of a rank; one that has begun for no table if it has none."""
+        if rank not in self.lanes:
+            self.lanes[rank] = RoundTracker(1, self.slots, self.durations)
+        return self.lanes[rank]
 
     def clocks(self, table: int) -> list[int]:
         return self._clocks.setdefault(table, [0] * self.num_workers)
@@ -803,7 +828,7 @@ class NamespaceRounds:
         """Return the round at which a rank should begin; a new process is not behind the slowest of the others."""
         if self._is_sync or not self.shared.number(table):
             return self.shared.number(table)
-        lane = self._lanes.get(rank)
+        lane = self.lanes.get(rank)
         if lane is not None and lane.number(table):
             return lane.number(table)
         clocks = self.clocks(table)
@@ -813,10 +838,10 @@ class NamespaceRounds:
     @property
     def num_ended(self) -> int:
         """Applied rounds; those that end together count once."""
-        return self.shared.num_ended + sum([lane.num_ended for lane in self._lanes.values()])
+        return self.shared.num_ended + sum([lane.num_ended for lane in self.lanes.values()])
 
     def mismatches(self, table: int) -> int:
-        return sum(tracker.mismatches.get(table, 0) for tracker in (self.shared, *self._lanes.values()))
+        return sum(tracker.mismatches.get(table, 0) for tracker in (self.shared, *self.lanes.values()))
 
     def advance(self, rank: int, table: int) -> None:
         """Advance the clock of a rank whose lane ended a round; if it had joined, it takes part again."""
@@ -852,10 +877,10 @@ class NamespaceRounds:
         """Let a new process of a rank take part, in a new lane; one that resumes goes on in that of the former one."""
         # Commits of the former process stay; it can no longer be answered.
         self.shared.replace_process(rank)
-        if resumes and rank in self._lanes:
-            self._lanes[rank].replace_process(rank)
+        if resumes and rank in self.lanes:
+            self.lanes[rank].replace_process(rank)
         else:
-            self._lanes.pop(rank, None)
+            self.lanes.pop(rank, None)
         for joined in self._joined.values():
             joined.discard(rank)
         self.left.discard(rank)
@@ -864,7 +889,7 @@ class NamespaceRounds:
         """End the process of a rank; if it was done, no rank waits for it any more."""
         self.shared.replace_process(rank)
         if not is_resumable:
-            self._lanes.pop(rank, None)
+            self.lanes.pop(rank, None)
         if is_done:
             self.left.add(rank)
 

@@ -170,7 +170,7 @@ class Table:
         """Bytes of weights sent."""
         self.ends: dict[int, RoundEnd] = {}
         """Rank, or ALL → how its last applied round ended."""
-        self._last_rank = ALL
+        self.last_rank = ALL
         """The rank whose contribution was applied last, or ALL."""
         self._changed: tuple[tuple[int, int], list[RowPart]] | None = None
         """The last changes sent: the versions (from, to) and the parts."""
@@ -188,7 +188,7 @@ class Table:
 
     def begin_round(self, whose: int) -> None:
         """Make the last round of a rank, or of ALL, final, because a slice of the next one has arrived."""
-        if self._last_rank in (ALL, whose):
+        if self.last_rank in (ALL, whose):
             self.shard.undos.pop(self.unit, None)
 
     def hold(self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None) -> bool:
@@ -227,7 +227,7 @@ class Table:
             end = self._applied([held.sum.total], held.hyper)
         self.held = None
         end = end._replace(partials=held.sum.partials, decision=decision, is_skipped=decision.skip)
-        self.ends[ALL], self._last_rank = end, ALL
+        self.ends[ALL], self.last_rank = end, ALL
 
     def apply(
         self,
@@ -267,7 +267,7 @@ class Table:
         else:
             hyper = self.hyper.lowest(joined) if is_lane else self.hyper.common(parts)
             end = self._change(parts, optimizer, updater, hyper, is_lane)
-        self.ends[whose], self._last_rank = end, whose
+        self.ends[whose], self.last_rank = end, whose
 
     def _change(
         self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None, hyper: bytes, is_lane: bool
@@ -422,7 +422,7 @@ class Table:
             self.deltas.record_round(())
         if end is None or end.version != self.version or end.hyper != hyper:
             end = RoundEnd(self.version, hyper=hyper)
-        self.ends[ALL], self._last_rank = end, ALL
+        self.ends[ALL], self.last_rank = end, ALL
         return end
 
     def _applied(self, given: Sequence[RankContribution], hyper: bytes) -> RoundEnd:
@@ -450,7 +450,7 @@ class Table:
             self.undone += 1
             return True  # it changed nothing
         # Final: a slice of the next round, or another rank's contribution, has come.
-        if self.unit not in self.shard.undos or self._last_rank != whose:
+        if self.unit not in self.shard.undos or self.last_rank != whose:
             return False
         self.shard.undo(self.unit)
         if self.deltas is not None:

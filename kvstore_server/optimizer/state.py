@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -63,6 +63,8 @@ class States:
         length: Elements of the memory, padding included.
         segments: Start and number of elements of each segment.
         device: Of the weights.
+        allocate: Returns flat memory of zeros for an entry, given its name, length and dtype; None: memory of the
+            process.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class States:
         length: int,
         segments: Sequence[tuple[int, int]] = (),
         device: torch.device | str = "cpu",
+        allocate: Callable[[str, int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.dtype = dtype
         self.length = length
         self.device = torch.device(device)
+        self._allocate = allocate
         self.segments: list[tuple[int, int]] = []
         self.steps = np.zeros(0, np.int64)
         """The number of updates of each segment."""
@@ -142,17 +146,26 @@ class States:
         if name not in self.tensors:
             compute = torch.float64 if self.dtype == "float64" else torch.float32
             dtype = compute if like.is_floating_point() else like.dtype
-            self.tensors[name] = aligned_zeros(self.length, dtype, self.device)
+            if self._allocate is None:
+                self.tensors[name] = aligned_zeros(self.length, dtype, self.device)
+            else:
+                self.tensors[name] = self._allocate(name, self.length, dtype)
         return self.tensors[name]
 
-    def copy(self, first: int, end: int, part: slice) -> States:
+    def copy(
+        self, first: int, end: int, part: slice, copied: Callable[[Tensor], Tensor] = torch.clone
+    ) -> States:
+        """Copy the state of some segments; `copied` copies flat memory."""
         segments = [(start - part.start, numel) for start, numel in self.segments[first:end]]
         found = States(self.dtype, part.stop - part.start, segments, self.device)
         found.steps[:] = self.steps[first:end]
         found.entries = [{n: own(v) for n, v in entries.items()} for entries in self.entries[first:end]]
         names = {n for entries in found.entries for n, v in entries.items() if v is FlatEntry.MEMORY}
-        found.tensors = {name: memory[part].clone() for name, memory in self.tensors.items() if name in names}
+        found.tensors = {name: copied(memory[part]) for name, memory in self.tensors.items() if name in names}
         return found
+
+    def copied(self) -> States:
+        return self.copy(0, len(self.segments), slice(0, self.length))
 
     def replace(self, first: int, part: slice, other: States) -> None:
         for name, memory in other.tensors.items():
@@ -160,6 +173,10 @@ class States:
         end = first + len(other.segments)
         self.steps[first:end] = other.steps
         self.entries[first:end] = [self._share(entries) for entries in other.entries]
+
+    def restore_entries(self, segment: int, entries: Entries) -> None:
+        """Set which entries a segment has, whose flat memory is there already."""
+        self.entries[segment] = self._share(entries)
 
     def forget(self) -> None:
         self.steps[:] = 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class Deltas:
             return
         if self._is_reset:
             own = [slot for slot in self._pieces if slot not in self._exact]
-            self.weights = {slot: self._storage.padded[slot].clone() for slot in own}
+            self.weights = {slot: self._copy_of(slot) for slot in own}
             self._steps.clear()
             self._is_reset = False
         else:
@@ -101,6 +101,10 @@ class Deltas:
             while len(self._steps) > STEPS_KEPT or sum([step.nbytes for step in self._steps]) > most:
                 self._steps.popleft()
         self.version, self._still = version, None
+
+    def _copy_of(self, slot: int) -> Tensor:
+        kept = self._storage.durable_copy("deltas", slot)
+        return self._storage.padded[slot].clone() if kept is None else kept
 
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
         """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied instead."""
@@ -120,6 +124,8 @@ class Deltas:
         )
         try:
             # Keys without an update keep their weights, in both branches.
+            if self._storage.journal is not None:
+                self._storage.journal.protect([weights])
             difference = given.to(dtype) - weights.to(dtype)
             for part in still:
                 difference[part] = 0
@@ -143,6 +149,24 @@ class Deltas:
         if steps and len(found) == len(steps):
             return found[0] if len(found) == 1 else torch.cat(found), True
         return self.weights[slot].clone(), False
+
+    def values(self, known: int | None) -> tuple[list[Any], list[_Step]]:
+        """Return all but the weights, as plain values, and the changes since version `known`; None: all of them."""
+        still = None if self._still is None else sorted(self._still)
+        values = [self.version, still, self._exact, self._is_reset, sorted(self.weights)]
+        news = [step for step in self._steps if known is None or step.before >= known]
+        return [*values, [step.before for step in self._steps]], news
+
+    def restore(
+        self, values: Sequence[Any], news: Iterable[tuple[int, dict[int, Tensor | None], int]]
+    ) -> None:
+        """Set what `values` has returned; the weights of workers are in memory that outlives the process."""
+        self.version, still, exact, self._is_reset, slots, befores = values
+        self._still, self._exact = None if still is None else frozenset(still), dict(exact)
+        self.weights = {slot: self._storage.durable_part("deltas", slot) for slot in slots}
+        steps = [*self._steps, *(_Step(*one) for one in news)]
+        latest = {step.before: step for step in steps}
+        self._steps = deque(latest[before] for before in befores)
 
 
 def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:

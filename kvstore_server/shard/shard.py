@@ -31,7 +31,9 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype, torch_dtype
+from kvstore_server.durable.journal import Journal
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
+from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
 from kvstore_server.optimizer.apply import moves_only_rows, takes_rows
 from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, scatter_rows
@@ -80,14 +82,18 @@ class Shard:
 
     Args:
         leases: Tells which weights are being read by peers; those are not written, the Shard continues on a copy.
+        journal: Has memory that outlives the process, and keeps what is changed until the change is complete. What is
+            changed in several calls is held there (`hold_former`).
+        name: Of this Shard in the journal's memory.
     """
 
-    def __init__(self, leases: Leases | None = None) -> None:
+    def __init__(self, leases: Leases | None = None, journal: Journal | None = None, name: str = "") -> None:
         self.units: list[Unit] = []
-        self.storage = Storage(leases)
+        self.storage = Storage(leases, journal, name)
+        self._journal = journal
         self._sums = Sums(self.storage)
         self._cuts = ViewCache()
-        self._counts = np.zeros(0, np.int64)
+        self.counts = np.zeros(0, np.int64)
         """Updates of each key since the optimizer was set, also of keys that are on other servers."""
         self.notes_changes = False
         """Whether changes have to be recorded, because they are asked for."""
@@ -102,7 +108,7 @@ class Shard:
         """
         unit = self.storage.add(plan, server, memory)
         self.units.append(unit)
-        self._counts = np.concatenate([self._counts, np.zeros(len(plan.specs), np.int64)])
+        self.counts = np.concatenate([self.counts, np.zeros(len(plan.specs), np.int64)])
         return unit
 
     def contribution_of(
@@ -201,7 +207,8 @@ class Shard:
         for key in by_rows:
             layout = self.storage.layouts[key]
             rows = self._sums.sum_of_rows([layout], contributions)
-            with self.storage.borrowed_key(layout) as weight:
+            are_protected = self.storage.protect_rows(layout, rows.ids, False)
+            with self.storage.borrowed_key(layout, are_protected) as weight:
                 scatter_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
             self._record_rows(key, rows.ids)
         # 2. All others. A single unscaled contribution is copied in its own dtype: a wider one could change NaN bits.
@@ -251,6 +258,7 @@ class Shard:
             OptimizerError: The optimizer raised; weights and state are as before.
         """
         units = self.units if units is None else units
+        failpoint("server.update.begin")
         for unit in units if optimizer.may_raise or self.undos else ():
             self.undos.pop(unit, None)
             if optimizer.may_raise:
@@ -267,19 +275,20 @@ class Shard:
             raise OptimizerError(
                 f"optimizer {optimizer.registered_name!r} raised {type(error).__name__}: {error}; nothing was applied"
             ) from error
+        failpoint("server.update.end")
         self.count(units)
         left_out = left_out_by_all(contributions)
         if left_out:
-            self._counts[list(left_out)] -= 1
+            self.counts[list(left_out)] -= 1
 
     def count(self, units: Sequence[Unit]) -> None:
         first = end = units[0].first_key if units else 0
         for unit in units:  # adjacent units are counted in one call
             if unit.first_key != end:
-                self._counts[first:end] += 1
+                self.counts[first:end] += 1
                 first = unit.first_key
             end = unit.first_key + len(unit.plan.specs)
-        self._counts[first:end] += 1
+        self.counts[first:end] += 1
 
     @torch.no_grad()
     def update_some(
@@ -318,6 +327,7 @@ class Shard:
             self._set_hypers(unit, hypers)
         total, states, last = self._sums.total(chunk, contributions), chunk.block.states, chunk.segments[-1]
         former = int(states.steps[last]), states.entries[last]
+        self.storage.protect_state(chunk.block, chunk.place)
         with self.storage.borrowed(slot, slot + 1) as weight:
             if optimizer is None:
                 weight[begin:end].copy_(total)
@@ -352,6 +362,7 @@ class Shard:
                 rows = rows._replace(values=rows.values.clone())
                 apply_decision(rows.values, decision)
             self._update_rows(optimizer, layouts, rows)
+            failpoint("server.update.next_row_group")
         # 3. All others, chunk by chunk. In process, a single contribution can be used without copying it.
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch
@@ -368,11 +379,13 @@ class Shard:
                     total, scale = total.mul_(scale), 1.0
                 apply_decision(total, decision)
             weight = self.storage.borrow(chunk.first, chunk.end)
+            self.storage.protect_state(chunk.block, chunk.place)
             if whole:
                 self._update_keys(optimizer, chunk, weight, total)
             else:
                 self._update_runs(optimizer, chunk, weight, total, scale, borrowed)
             self.storage.settle(chunk.first, chunk.end, weight)
+            failpoint("server.update.next_chunk")
             if self.notes_changes:
                 self._record_dense(chunk)
 
@@ -495,8 +508,15 @@ class Shard:
         keep, runs = states.keep_key, [(layout.first, layout.last)]
         if optimizer.elementwise:  # one call, unless options or state differ
             keep, runs = states.keep, self._runs(block, layout.first, layout.last, None, False)
-        # 2. Update each run of rows with equal options and state.
-        with self.storage.borrowed_key(layout) as weight:
+        # 2. Protect what is written: these rows, or all of the key.
+        are_protected = False
+        if self._journal is not None:
+            are_protected = self._writes_only_rows(optimizer, block, runs)
+            are_protected = are_protected and self.storage.protect_rows(layout, rows.ids, True)
+            if not are_protected:
+                self.storage.protect_state(block, part)
+        # 3. Update each run of rows with equal options and state.
+        with self.storage.borrowed_key(layout, are_protected) as weight:
             starts = [(states.segments[i][0] - begin) // layout.width for i, _ in runs]
             for (i, j), own in zip(runs, cut_rows(rows, starts), strict=True):
                 part = slice(states.segments[i][0], sum(states.segments[j - 1]))
@@ -510,11 +530,21 @@ class Shard:
                 hyper = {**block.hypers[i], "key": layout.spec.key}
                 update_rows(optimizer, of_run, *own, state, hyper, room)
                 keep(i, j, part, state)
-        # 3. Record the changed rows of each key. Some optimizers change rows without gradient, too.
+        # 4. Record the changed rows of each key. Some optimizers change rows without gradient, too.
         starts = [(one.part.start - begin) // layout.width for one in layouts]
         for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True) if self.notes_changes else ():
             is_all = not moves_only_rows(optimizer, block.hypers[one.first])
             self._record_rows(one.key, None if is_all else ids)
+
+    @staticmethod
+    def _writes_only_rows(optimizer: Optimizer, block: Block, runs: Iterable[tuple[int, int]]) -> bool:
+        """Return whether an update of rows leaves weights and state of all other rows as they are."""
+        if torch_dtype(block.dtype) in (torch.float16, torch.bfloat16):
+            return False  # its float32 copy follows weights that were replaced
+        # The first update creates the state of all rows.
+        return all(
+            block.states.steps[i:j].all() and moves_only_rows(optimizer, block.hypers[i]) for i, j in runs
+        )
 
     def _key_state(self, layout: KeyLayout, optimizer: Optimizer, shape: Sequence[int]) -> State:
         states = layout.block.states
@@ -617,17 +647,24 @@ class Shard:
         self.restore(unit, self.undos.pop(unit))
 
     def restore(self, unit: Unit, former: Undo) -> None:
+        """Put back what `snapshot` or `hold_former` has kept."""
         unit.changes.record_all()
+        if self._journal is not None and former.change not in (-1, self._journal.number):
+            former = former._replace(
+                weights=[one.clone() for one in former.weights],
+                states=[one.copied() for one in former.states],
+            )
         rows = zip(range(unit.first, unit.end), former.weights, former.states, former.counters, strict=True)
         for slot, weight, state, before in rows:
             self.storage.make_writable(slot)
+            self.storage.protect(slot, slot + 1)
             self.storage.padded[slot].copy_(weight)
             self._replace_state(slot, state)
             counters = self.storage.slots[slot].block.counters
             if counters is not None and before is not None:
                 # Peers that map the weights see those of the round before again.
                 counters[:, self.storage.lines[slot]] = before
-        self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
+        self.counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
 
     def get_state(self, unit: Unit, index: int) -> States:
         """Copy the optimizer state of one slice. Raises ProtocolError if the slice is not on this server."""
@@ -641,7 +678,7 @@ class Shard:
     def reset_states(self) -> None:
         for block in self.storage.blocks:
             block.states.forget()
-        self._counts[:] = 0
+        self.counts[:] = 0
 
     @property
     def state_nbytes(self) -> int:
@@ -657,7 +694,7 @@ class Shard:
         end = unit.first_key + len(unit.plan.specs)
         found = [
             c + (k not in left_out)
-            for k, c in enumerate(self._counts[unit.first_key : end].tolist(), unit.first_key)
+            for k, c in enumerate(self.counts[unit.first_key : end].tolist(), unit.first_key)
         ]
         for slot in self.storage.slots[unit.first : unit.end]:
             states, keys = slot.block.states, slot.block.keys
@@ -685,7 +722,10 @@ class Shard:
         for slot, weights in zip(self.storage.slots[unit.first : unit.end], read.weights, strict=True):
             kept = slot.block.states.tensors.get(name)
             if kept is not None:
-                kept[slot.start : slot.start + len(weights)].copy_(weights)
+                own = kept[slot.start : slot.start + len(weights)]
+                if self._journal is not None:
+                    self._journal.protect([own])
+                own.copy_(weights)
 
     def slot_of(self, unit: Unit, index: int) -> int:
         slot = unit.slots.get(index)
@@ -693,21 +733,70 @@ class Shard:
             raise ProtocolError(f"slice {index} of the table is not on this server")
         return slot
 
-    def _copied_state(self, slot: int) -> States:
+    def _copied_state(self, slot: int, copied: Callable[[Tensor], Tensor] = torch.clone) -> States:
         one = self.storage.slots[slot]
-        return one.block.states.copy(one.first, one.last, slice(one.start, self.storage.ends[slot]))
+        return one.block.states.copy(one.first, one.last, slice(one.start, self.storage.ends[slot]), copied)
 
     def _replace_state(self, slot: int, state: States) -> None:
         one = self.storage.slots[slot]
-        one.block.states.replace(one.first, slice(one.start, self.storage.ends[slot]), state)
+        part = slice(one.start, self.storage.ends[slot])
+        self.storage.protect_state(one.block, part)
+        one.block.states.replace(one.first, part, state)
+
+    def former_weights(self, unit: Unit, index: int) -> Tensor | None:
+        """Return the weights of a slice, with padding, before the last change of the unit; None if they are not kept.
+
+        They are kept with a journal, unless the last change was of some rows. Not a copy: valid until the next change.
+        """
+        return self.storage.former(self.slot_of(unit, index))
+
+    def hold_former(self, unit: Unit) -> Undo:
+        """Keep what a unit has, to `restore` it after changes in several calls, until `release_former`."""
+        former = self.snapshot(unit)
+        if self._journal is not None:
+            self._journal.hold(unit, self._tensors_of(unit))
+            former = former._replace(change=-1)  # the shadow stays as it is
+        return former
+
+    def release_former(self, unit: Unit) -> None:
+        """Accept the changes since `hold_former`."""
+        if self._journal is not None:
+            self._journal.release(unit)
+
+    def _tensors_of(self, unit: Unit) -> list[Tensor]:
+        """Return all memory that a change of the unit can write: weights, counters and optimizer state."""
+        found: list[Tensor] = []
+        for slot in range(unit.first, unit.end):
+            one, lines = self.storage.slots[slot], self.storage.lines[slot]
+            part = slice(one.start, self.storage.ends[slot])
+            found += [
+                self.storage.padded[slot],
+                *(memory[part] for memory in one.block.states.tensors.values()),
+            ]
+            if one.block.counters is not None:
+                found += map(torch.from_numpy, one.block.counters[:, lines])
+        return found
 
     def snapshot(self, unit: Unit) -> Undo:
         slots = range(unit.first, unit.end)
-        counts = self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
-        weights = [self.storage.padded[slot].clone() for slot in slots]
+        counts = self.counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
+        copied: Callable[[Tensor], Tensor] = torch.clone
+        change, journal = -1, self._journal
+        if journal is not None:
+            journal.protect(self._tensors_of(unit))
+            moved = {slot: -1 for slot in self.storage.moved_to}
+            self.storage.protected_at |= {slot: moved.get(slot, journal.number) for slot in slots}
+            change = journal.number
+
+            def copied(tensor: Tensor) -> Tensor:
+                kept = journal.former(tensor)
+                return tensor.clone() if kept is None else kept
+
+        weights = [copied(self.storage.padded[slot]) for slot in slots]
         lines = [(self.storage.slots[slot].block.counters, self.storage.lines[slot]) for slot in slots]
         counters = [None if own is None else own[:, where].copy() for own, where in lines]
-        return Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy(), counters)
+        states = [self._copied_state(slot, copied) for slot in slots]
+        return Undo(weights, states, counts.copy(), counters, change, dict(self.storage.moved_to))
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:
         unit.hypers = hypers

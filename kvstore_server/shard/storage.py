@@ -11,6 +11,10 @@ Weights that are being sent to a slow peer must not change. While `Leases` repor
 on a copy of the slot (`make_writable`), and returns to the block when the reader is done. A moved slot cannot be
 mapped.
 
+With a `Journal`, weights and optimizer state are in memory that outlives the process. `borrow` protects weights before
+they are written, and a moved slot continues in a *spare*, memory with the layout of its block that outlives the
+process, too.
+
 `RowChanges` records which rows have changed since a version, so that workers are sent only these.
 """
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +32,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
+from kvstore_server.durable.journal import Journal
+from kvstore_server.durable.memory import typed
 from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, group_slices, row_numel
@@ -89,6 +95,11 @@ class RowChanges:
             elif ids is None or len(ids):
                 before.append({position: ids})
 
+    def begin(self, version: int) -> None:
+        """Record changes from a version on."""
+        self._is_wanted = True
+        self._floors = dict.fromkeys(self._rooms, version)
+
     def record_all(self) -> None:
         for key in self._rooms:
             self.record(key)
@@ -96,8 +107,7 @@ class RowChanges:
     def since(self, key: int, held: int, version: int) -> Rows | None:
         """Return the rows of a key that changed from version `held` to the current one; None: send the whole key."""
         if not self._is_wanted:
-            self._is_wanted = True
-            self._floors = dict.fromkeys(self._rooms, version)
+            self.begin(version)
         for changed, noted in self._pending.items():  # changes so far belong to the current version
             entries = self._entries.setdefault(changed, deque())
             if noted is None:
@@ -165,6 +175,10 @@ class Block:
     hyper_ids: Counts = field(default_factory=lambda: np.zeros(0, np.int64))
     sums: Tensor | None = None
     """Memory for held sums."""
+    number: int = 0
+    """Of its memory, if that outlives the process."""
+    spares: list[Tensor] = field(default_factory=list)
+    """Memory that outlives the process for slots that have moved, with the layout of the block."""
 
 
 class SliceLayout(NamedTuple):
@@ -184,6 +198,10 @@ class Undo(NamedTuple):
     states: list[States]
     counts: Counts
     counters: list[Counts | None]
+    change: int = -1
+    """The change in which the tensors are the journal's shadow; in later ones they are overwritten. -1: copies."""
+    moved_to: Mapping[int, int] = {}
+    """`Storage.moved_to` as it was."""
 
 
 class Read(NamedTuple):
@@ -248,9 +266,11 @@ class Storage:
 
     Args:
         leases: Tells which weights peers are reading; those are not written, a copy replaces them until then.
+        journal: Has memory that outlives the process; None: weights and state end with it.
+        name: Distinguishes this memory from that of other Shards with the same journal.
     """
 
-    def __init__(self, leases: Leases | None = None) -> None:
+    def __init__(self, leases: Leases | None = None, journal: Journal | None = None, name: str = "") -> None:
         self.slots: list[SliceLayout] = []
         self.ends: list[int] = []
         """For each slot, its end in its block."""
@@ -266,6 +286,14 @@ class Storage:
         """Keys of all units, including those on other servers."""
         self.places: list[int] = []
         """For each slot, the place where peers can map its weights; -1 if they cannot."""
+        self.journal = journal
+        self._name = name
+        self.all_blocks: list[Block] = []
+        """In the order in which they were allocated."""
+        self.protected_at: dict[int, int] = {}
+        """Slot → the number of the change before which all its weights were copied to the journal's shadow."""
+        self.moved_to: dict[int, int] = {}
+        """Slot that has moved → the spare of its block where it is; only with a journal."""
         self._leases = leases
         self._moved: dict[int, Tensor] = {}
         """Slot → its weights while those in the block are being sent."""
@@ -306,6 +334,9 @@ class Storage:
             if block is None or block.used + size > block.weights.numel():
                 # Blocks grow geometrically; pages that are not written take no memory.
                 numel = max(size, 2 * block.used if block else 0)
+                if memory is None and self.journal is not None:
+                    found[dtype] = self._blocks[dtype] = self._durable_block(dtype, numel, self.journal)
+                    continue
                 shared = self._shared_zeros(numel, torch_dtype(dtype)) if memory is None else None
                 if memory is not None:
                     weights = memory[dtype]
@@ -314,8 +345,31 @@ class Storage:
                 states = States(dtype, weights.numel(), device=weights.device)
                 counters = None if shared is None else shared[1]
                 block = self._blocks[dtype] = Block(dtype, weights, states, counters)
+                self.all_blocks.append(block)
             found[dtype] = block
         return found
+
+    def _durable_block(self, dtype: str, numel: int, journal: Journal) -> Block:
+        """Allocate a block that outlives the process, or find it again after a restart."""
+        nbytes, itemsize = numel * SIZES[dtype], torch_dtype(dtype).itemsize
+        has_counters = nbytes >= LONG
+        if has_counters:
+            nbytes = -(-nbytes // LONG) * LONG
+            nbytes += nbytes // LONG * COUNTER_BYTES
+        region = journal.memory.take(f"{self._name}.weights.{len(self.all_blocks)}", nbytes)
+        if has_counters and self._leases is not None:
+            self._leases.export(region.number, region.fd, region.bytes)
+
+        def allocate(entry: str, length: int, dtype: torch.dtype) -> Tensor:
+            # A new region for each: one that another optimizer has left is not zero.
+            key = f"{self._name}.state.{region.number}.{journal.memory.last + 1}.{entry}"
+            return typed(journal.memory.take(key, length * dtype.itemsize).data, length, dtype)
+
+        weights = typed(region.data[: numel * itemsize], numel, torch_dtype(dtype))
+        counters = write_counters_in(region.data) if has_counters else None
+        block = Block(dtype, weights, States(dtype, numel, allocate=allocate), counters, number=region.number)
+        self.all_blocks.append(block)
+        return block
 
     def _shared_zeros(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Counts] | None:
         """Allocate shared memory that peers can map, if it is large enough and possible; and its write counters."""
@@ -395,21 +449,72 @@ class Storage:
         """Return whether a slot continues the key of the slot before."""
         return slot > 0 and self.slots[slot].slice.segments[0].key_start > 0
 
-    def borrow(self, first: int, end: int, to_write: bool = True) -> Tensor:
+    def borrow(self, first: int, end: int, to_write: bool = True, are_protected: bool = False) -> Tensor:
         """Return the weights of adjacent slots as one tensor; a copy if some have moved.
 
         Args:
             to_write: The caller writes them, and then calls `settle`; False: it only reads.
+            are_protected: The journal protects what is written already.
         """
         counters = self.slots[first].block.counters if to_write else None
         if to_write and (self._moved or (self._leases and self._leases.held)):
             for slot in range(first, end):
                 self.make_writable(slot)
+        if to_write and self.journal is not None and not are_protected:
+            self.protect(first, end)
         if counters is not None:
             counters[0, self.lines[first].start : self.lines[end - 1].stop] += 1
         if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
             return torch.cat(self.padded[first:end])
         return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
+
+    def protect(self, first: int, end: int) -> None:
+        """Copy the weights of adjacent slots, and their counters, to the journal's shadow, if there is one."""
+        if self.journal is None:
+            return
+        block, lines = self.slots[first].block, slice(self.lines[first].start, self.lines[end - 1].stop)
+        written = [] if block.counters is None else [torch.from_numpy(row[lines]) for row in block.counters]
+        slots = range(first, end)
+        if self._moved and not self._moved.keys().isdisjoint(slots):
+            self.journal.protect([*self.padded[first:end], *written])
+            self.protected_at |= dict.fromkeys(slots, -1)
+        else:
+            weights = block.weights[self.slots[first].start : self.ends[end - 1]]
+            self.journal.protect([weights, *written])
+            self.protected_at |= dict.fromkeys(slots, self.journal.number)
+
+    def protect_rows(self, layout: KeyLayout, ids: Tensor, with_state: bool) -> bool:
+        """Copy only some rows of a key, or of several as one, to the journal's shadow; return whether it did."""
+        if self.journal is None or not self._moved.keys().isdisjoint(range(layout.slot, layout.end_slot)):
+            return False
+        block, lines = (
+            layout.block,
+            slice(self.lines[layout.slot].start, self.lines[layout.end_slot - 1].stop),
+        )
+        self.journal.protect(
+            [] if block.counters is None else map(torch.from_numpy, block.counters[:, lines])
+        )
+        for memory in [block.weights, *(block.states.tensors.values() if with_state else ())]:
+            self.journal.protect_rows(memory[layout.part].view(-1, layout.width), ids)
+        self.protected_at |= dict.fromkeys(range(layout.slot, layout.end_slot), -1)
+        return True
+
+    def protect_state(self, block: Block, part: slice) -> None:
+        """Copy the optimizer state of some elements to the journal's shadow, if there is one."""
+        if self.journal is not None:
+            self.journal.protect([memory[part] for memory in block.states.tensors.values()])
+
+    def former(self, slot: int) -> Tensor | None:
+        """Return a slot's weights (with padding) before the last change of its unit; None if they were not kept."""
+        one = self.slots[slot]
+        slots = range(one.unit.first, one.unit.end)
+        last = max([self.protected_at.get(other, -1) for other in slots])
+        own = self.protected_at.get(slot)
+        if self.journal is None or last < 0 or any(self.protected_at.get(other) == -1 for other in slots):
+            return None
+        if own != last:
+            return self.padded[slot]  # the last change left it as it was
+        return self.journal.former(one.block.weights[one.start : self.ends[slot]])
 
     def settle(self, first: int, end: int, joined: Tensor) -> None:
         """End a write begun by `borrow`; a copy is written back."""
@@ -422,17 +527,17 @@ class Storage:
                 target.copy_(source)
 
     @contextmanager
-    def borrowed(self, first: int, end: int) -> Iterator[Tensor]:
-        """Borrow the weights of adjacent slots to write them in a `with` block."""
-        joined = self.borrow(first, end)
+    def borrowed(self, first: int, end: int, are_protected: bool = False) -> Iterator[Tensor]:
+        """Borrow the weights of adjacent slots to write them in a `with` block; see `borrow`."""
+        joined = self.borrow(first, end, are_protected=are_protected)
         yield joined
         self.settle(first, end, joined)
 
     @contextmanager
-    def borrowed_key(self, layout: KeyLayout) -> Iterator[Tensor]:
+    def borrowed_key(self, layout: KeyLayout, are_protected: bool = False) -> Iterator[Tensor]:
         """Like `borrowed`, for the weights of one key."""
         start = self.slots[layout.slot].start
-        with self.borrowed(layout.slot, layout.end_slot) as weights:
+        with self.borrowed(layout.slot, layout.end_slot, are_protected) as weights:
             yield weights[layout.part.start - start : layout.part.stop - start]
 
     def rows(self, key: int, last: int) -> Tensor:
@@ -453,11 +558,62 @@ class Storage:
         if own is not None and not leases.is_busy(layout):
             layout.copy_(own)
             own = layout
+            self.moved_to.pop(slot, None)
         else:
             if own is None or leases.is_busy(own):
-                own = (layout if own is None else own).clone()
+                own = self._copy_of(slot, layout if own is None else own, leases)
             self._moved[slot] = own
         self.padded[slot], self.visible[slot] = own, own[: one.slice.used]
+
+    def _copy_of(self, slot: int, weights: Tensor, leases: Leases) -> Tensor:
+        """Copy the weights of a slot: to a spare that no peer reads, if they outlive the process."""
+        if self.journal is None:
+            return weights.clone()
+        one, at = self.slots[slot], 0
+        part = slice(one.start, self.ends[slot])
+        while leases.is_busy(self.spare(one.block, at)[part]):
+            at += 1
+        self.moved_to[slot] = at
+        return self.spare(one.block, at)[part].copy_(weights)
+
+    def spare(self, block: Block, at: int) -> Tensor:
+        assert self.journal is not None
+        while len(block.spares) <= at:
+            key = f"{self._name}.spare.{block.number}.{len(block.spares)}"
+            region = self.journal.memory.take(key, block.weights.nbytes)
+            block.spares.append(typed(region.data, block.weights.numel(), block.weights.dtype))
+        return block.spares[at]
+
+    def return_moved(self) -> None:
+        """After a restart: no peer reads the blocks any more, so slots that had moved continue there."""
+        for slot, at in self.moved_to.items():
+            one, part = self.slots[slot], slice(self.slots[slot].start, self.ends[slot])
+            one.block.weights[part].copy_(self.spare(one.block, at)[part])
+        self.moved_to.clear()
+
+    def forget_former(self, undone: Iterable[tuple[int, int, int]]) -> None:
+        """Keep no former weights of slots in parts (region, begin, end) of durable memory that were undone."""
+        for number, begin, end in undone:
+            for slot in self.protected_at if any(number == block.number for block in self.all_blocks) else ():
+                one, size = self.slots[slot], SIZES[self.slots[slot].slice.dtype]
+                if one.block.number == number and one.start * size < end and begin < self.ends[slot] * size:
+                    self.protected_at[slot] = -1
+
+    def durable_copy(self, name: str, slot: int) -> Tensor | None:
+        """Copy a slot's weights into memory with the layout of its block that outlives the process, if any does."""
+        if self.journal is None:
+            return None
+        own = self.durable_part(name, slot)
+        self.journal.protect([own])
+        return own.copy_(self.padded[slot])
+
+    def durable_part(self, name: str, slot: int) -> Tensor:
+        """Return a slot's part of the memory of that name, with the layout of its block."""
+        assert self.journal is not None
+        one = self.slots[slot]
+        region = self.journal.memory.take(f"{self._name}.{name}.{one.block.number}", one.block.weights.nbytes)
+        whole = typed(region.data, one.block.weights.numel(), one.block.weights.dtype)
+        return whole[one.start : self.ends[slot]]
 
     def half(self, slot: int, version: int) -> Tensor:
         """Return a slot's weights rounded to bfloat16, once for each version; narrower dtypes unchanged."""

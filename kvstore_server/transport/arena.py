@@ -133,6 +133,8 @@ class Leases:
         self.held: dict[int, int] = {}
         self.shared: Callable[[int], Tensor | None] = lambda _: None
         """Allocates zeroed memory that peers can map; None if that is not possible."""
+        self.export: Callable[[int, int, Bytes], object] = lambda _number, _fd, _memory: None
+        """Lets peers map memory that exists already: its number, descriptor and bytes."""
         self.place_of: Callable[[Tensor], int | None] = lambda _: None
         """Returns the place of a buffer in such memory; None if it is not there."""
 

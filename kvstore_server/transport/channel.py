@@ -582,7 +582,7 @@ class Listener:
             raise
         self._ready = select.epoll()
         self._ready.register(self._end, select.EPOLLIN)
-        leases.shared = self._exports.make
+        leases.shared, leases.export = self._exports.make, self._exports.add
         leases.place_of = lambda weights: self._exports.find([weights])
 
     def fileno(self) -> int:

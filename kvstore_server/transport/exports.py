@@ -10,13 +10,15 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from kvstore_server.transport.arena import Leases, SharedArena, find_extent
+from kvstore_server.transport.arena import Bytes, Leases, SharedArena, find_extent
 
 _log = logging.getLogger(__name__)
 ARENA_SHIFT = 40
 """A place is an offset with, from this bit on, the number of its memory."""
 FIRST_WEIGHTS = 1 << 20
 """First number of memories that do not belong to a channel: exported weights and staging buffers."""
+FIRST_DURABLE = 1 << 21
+"""First number of memories that outlive the process; the journal's regions are numbered from here."""
 _SEAL_FUTURE_WRITE = 0x10
 
 
@@ -59,6 +61,22 @@ class WeightExports:
         self._places[self._last] = arena.data.data_ptr(), nbytes
         weakref.finalize(arena.bytes, self._forget, self._last).atexit = False
         return arena.data
+
+    def add(self, number: int, fd: int, memory: Bytes) -> None:
+        """Export memory that outlives this process, under a number that stays the same in the next one.
+
+        Workers get a descriptor that is open for reading only. There is no seal that forbids later writable mappings,
+        because the next process needs one.
+        """
+        try:
+            own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self._say_why(error)
+            return
+        number += FIRST_DURABLE
+        self.fds[number] = own
+        self._places[number] = memory.ctypes.data, memory.nbytes
+        weakref.finalize(memory, self._forget, number).atexit = False
 
     def _say_why(self, error: Exception) -> None:
         if not self._has_said_why:

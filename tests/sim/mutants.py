@@ -612,9 +612,9 @@ def shared_lane(real: Any, self: Any, rank: int, *args: Any) -> Any:
 @replaces(NamespaceRounds, "begin_process", ASYNC)
 def lane_of_the_dead(real: Any, self: Any, rank: int, resumes: bool) -> None:
     """A new process goes on in the sequence of the one that it replaces, although it does not resume."""
-    lanes = dict(self._lanes)
+    lanes = dict(self.lanes)
     real(self, rank, resumes)
-    self._lanes = lanes
+    self.lanes = lanes
 
 
 @replaces(NamespaceRounds, "behind", ASYNC)

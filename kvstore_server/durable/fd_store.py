@@ -1,0 +1,141 @@
+"""The process's side of systemd's file descriptor store: memory that is handed to the next start of this server.
+
+A supervisor (systemd with FileDescriptorStoreMax=, or kvlaunch) keeps duplicates of descriptors that it is sent, and
+passes them to the process when it starts again (sd_notify(3), sd_listen_fds(3)). Descriptors may come back in any
+order, and a name may occur twice, so the contents decide what they are.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import select
+import socket
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from kvstore_server.errors import RecoveryError
+
+PREFIX = "kvstore-"
+"""Names of our descriptors begin with this; others are left alone."""
+_FIRST = 3
+"""The first descriptor that a supervisor passes."""
+_PROCESSED = 10.0
+"""Seconds that the supervisor gets to read what it was sent."""
+
+
+class Kept(NamedTuple):
+    """A descriptor that an earlier process of this server has stored."""
+
+    name: str
+    fd: int
+
+
+class DescriptorStore(Protocol):
+    """Keeps descriptors for the next process of this server."""
+
+    def store(self, name: str, fd: int) -> None:
+        """Keep a duplicate of a descriptor; when this returns, it outlives the process. Raises RecoveryError."""
+
+    def remove(self, name: str) -> None:
+        """Close what is kept under a name. Raises RecoveryError."""
+
+
+def inherited_descriptors(environ: MutableMapping[str, str], pid: int) -> list[Kept]:
+    """Return our descriptors among those passed to the process `pid`, and remove the variables that name them.
+
+    Raises RecoveryError if the variables contradict each other.
+    """
+    told = {name: environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")}
+    if told["LISTEN_PID"] != str(pid) or not told["LISTEN_FDS"]:
+        return []
+    names = told["LISTEN_FDNAMES"].split(":")
+    if not told["LISTEN_FDS"].isdecimal() or int(told["LISTEN_FDS"]) != len(names):
+        raise RecoveryError(
+            f"LISTEN_FDS={told['LISTEN_FDS']} does not fit the {len(names)} names in LISTEN_FDNAMES"
+        )
+    kept = [Kept(name, fd) for fd, name in enumerate(names, _FIRST) if name.startswith(PREFIX)]
+    for one in kept:
+        try:
+            fcntl.fcntl(one.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        except OSError as error:
+            raise RecoveryError(
+                f"descriptor {one.fd}, {one.name!r} in LISTEN_FDNAMES, is not open: {error}"
+            ) from None
+    return kept
+
+
+class NotifySocket:
+    """The store of the supervisor at NOTIFY_SOCKET. Calls block until it has read what it was sent.
+
+    Args:
+        address: A path, or a name in the abstract namespace that begins with "@".
+
+    Raises:
+        RecoveryError: Nothing listens there.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.settimeout(_PROCESSED)
+        try:
+            self._socket.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+        except OSError as error:
+            self._socket.close()
+            raise self._unreachable(error) from None
+
+    def store(self, name: str, fd: int) -> None:
+        self._send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={name}", fd)
+        self._wait_until_read()
+
+    def remove(self, name: str) -> None:
+        self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, message: str, *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._socket.sendmsg([message.encode()], rights)
+        except OSError as error:
+            raise self._unreachable(error) from None
+
+    def _wait_until_read(self) -> None:
+        """Wait until the supervisor has handled all messages so far, as sd_notify_barrier(3) does.
+
+        systemd finds the service of a message by its sender's process id, which must still exist by then.
+        """
+        end, passed = os.pipe()
+        try:
+            self._send("BARRIER=1", passed)
+            os.close(passed)
+            passed = -1
+            poll = select.poll()
+            poll.register(end, 0)  # reports only that the supervisor has closed the other end
+            if not poll.poll(1000 * _PROCESSED):
+                raise RecoveryError(
+                    f"the supervisor at {self._address} has not read what it was sent for {_PROCESSED:g} s"
+                )
+        finally:
+            os.close(end)
+            if passed >= 0:
+                os.close(passed)
+
+    def _unreachable(self, error: OSError) -> RecoveryError:
+        return RecoveryError(f"the supervisor at {self._address} (NOTIFY_SOCKET) cannot be reached: {error}")
+
+
+def notify_address(environ: Mapping[str, str]) -> str | None:
+    """Return where a supervisor listens, if it keeps descriptors: it says so in FDSTORE, as systemd 254 and newer do.
+
+    Older versions of systemd do not set that variable, and a supervisor without it may drop what it is sent.
+    """
+    address, room = environ.get("NOTIFY_SOCKET", ""), environ.get("FDSTORE", "")
+    with suppress(ValueError):
+        if address.startswith(("/", "@")) and int(room) > 0:
+            return address
+    return None

@@ -1,0 +1,153 @@
+"""Memory that outlives the process: anonymous files (memfd) whose descriptors a supervisor keeps.
+
+A `Region` is one such file, mapped shared and writable. It has a number, which is part of its name in the store, and a
+key that says what it is for; the log contains both. Nothing here says whether the contents are consistent: that is the
+log's and the journal's work.
+
+An `Arena` of addresses answers which region a tensor lies in, so that callers protect what they write without knowing
+where it was allocated.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvstore_server.durable.fd_store import PREFIX, DescriptorStore
+from kvstore_server.errors import RecoveryError
+from kvstore_server.failpoints import failpoint
+from kvstore_server.transport.arena import Bytes, SharedArena
+
+REGION = PREFIX + "memory-"
+_OWNER_READS = 0o400
+
+
+class Region:
+    """One memory file.
+
+    Attributes:
+        number: Identifies it among all regions that a server ever had.
+        key: What it is for.
+        fd: Open as long as the region is kept.
+        bytes: The memory; `data` is the same memory as a tensor. It stays mapped as long as one of them is referenced.
+    """
+
+    def __init__(self, number: int, key: str, fd: int) -> None:
+        self.number, self.key, self.fd = number, key, fd
+        mapping = SharedArena(os.dup(fd), number)
+        self.bytes: Bytes = mapping.bytes
+        self.data: Tensor = mapping.data
+        self.nbytes = mapping.nbytes
+        self.address = self.data.data_ptr()
+
+
+class Place(NamedTuple):
+    """Bytes of a region."""
+
+    region: Region
+    begin: int
+    end: int
+
+
+class DurableMemory:
+    """All regions of one server. Not thread-safe.
+
+    Args:
+        store: Keeps their descriptors.
+        record: Writes (number, size, key) of a new region to the log, after its descriptor was stored.
+    """
+
+    def __init__(self, store: DescriptorStore, record: Callable[[int, int, str], object]) -> None:
+        self._store = store
+        self._record = record
+        self.regions: dict[int, Region] = {}
+        """Number → region."""
+        self._by_key: dict[str, Region] = {}
+        self._addresses: list[int] = []
+        """Of all regions, ascending."""
+        self._by_address: list[Region] = []
+        self.last = 0
+        """The highest number so far."""
+
+    def take(self, key: str, nbytes: int) -> Region:
+        """Return the region with that key; a new one, of zeros, if there is none.
+
+        Raises:
+            RecoveryError: It has another size, or there is no memory, or the supervisor does not keep it.
+        """
+        found = self._by_key.get(key)
+        if found is None:
+            return self._make(key, nbytes)
+        if found.nbytes != nbytes:
+            raise RecoveryError(
+                f"memory {found.number} of this server ({key}) has {found.nbytes} bytes, {nbytes} are needed"
+            )
+        return found
+
+    def known(self, key: str) -> Region | None:
+        return self._by_key.get(key)
+
+    def _make(self, key: str, nbytes: int) -> Region:
+        self.last += 1
+        try:
+            fd = os.memfd_create("kvstore-durable", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise RecoveryError(f"there is no memory for {key}: {error}") from None
+        try:
+            os.ftruncate(fd, max(nbytes, 1))
+            # No seal against later writable mappings: the next process needs one. Workers get a descriptor that is
+            # open for reading only, and the mode keeps them from opening it again by mistake.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            os.fchmod(fd, _OWNER_READS)
+            region = Region(self.last, key, fd)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise RecoveryError(f"there is no memory of {nbytes} bytes for {key}: {error}") from None
+        failpoint("server.memory.made")
+        self._store.store(f"{REGION}{region.number}", fd)
+        failpoint("server.memory.stored")
+        self._record(region.number, region.nbytes, key)
+        self.add(region)
+        return region
+
+    def add(self, region: Region) -> None:
+        """Add a region that exists already."""
+        self.regions[region.number] = self._by_key[region.key] = region
+        self.last = max(self.last, region.number)
+        at = bisect_right(self._addresses, region.address)
+        self._addresses.insert(at, region.address)
+        self._by_address.insert(at, region)
+
+    def find(self, tensor: Tensor) -> Place | None:
+        """Return where a contiguous tensor lies; None if it is not in a region."""
+        address = tensor.data_ptr()
+        at = bisect_right(self._addresses, address) - 1
+        if at < 0:
+            return None
+        region = self._by_address[at]
+        begin = address - region.address
+        end = begin + tensor.nbytes
+        return Place(region, begin, end) if end <= region.nbytes and begin < region.nbytes else None
+
+    def drop_others(self, kept: Iterable[int]) -> None:
+        """Drop all regions but those with these numbers; nothing in the log refers to the others."""
+        for number in self.regions.keys() - set(kept):
+            region = self.regions.pop(number)
+            if self._by_key.get(region.key) is region:
+                del self._by_key[region.key]
+            at = self._by_address.index(region)
+            del self._addresses[at], self._by_address[at]
+            failpoint("server.memory.drop")
+            self._store.remove(f"{REGION}{number}")
+            os.close(region.fd)
+
+
+def typed(memory: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the first `numel` numbers of a region's bytes."""
+    return memory[: numel * dtype.itemsize].view(dtype)

@@ -1,0 +1,367 @@
+"""Lets the state of an engine outlive its process: what is logged when, and what a restarted server makes of it.
+
+Numbers (weights, optimizer state) are changed in place in durable memory, under the journal. Everything else is in
+images (`image`). At the end of each request that changed something, one record with the images of the namespaces
+concerned is appended, and only then is anything answered; so whoever was answered finds the same after a restart. A
+process that dies earlier leaves no trace: its successor undoes what the journal has protected since that record, and
+the workers send again what was lost.
+
+The log is replaced by a shorter one when it has grown to several times the size of the state. The new one is stored
+complete, before the old one is removed, and of two the one with the higher generation counts.
+
+Invariants: a record that names memory follows the storing of its descriptor, and memory is dropped only when no record
+of the current log needs it. Restoring changes nothing that would keep it from being done again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore_server.durable.fd_store import PREFIX, DescriptorStore, Kept
+from kvstore_server.durable.journal import SHADOW, Journal, undo_ranges, undo_rows
+from kvstore_server.durable.log import Log, Record, read_generation, read_records
+from kvstore_server.durable.memory import REGION, DurableMemory, Region
+from kvstore_server.engine.changes import Changes
+from kvstore_server.engine.image import (
+    Image,
+    apply_image,
+    make_image,
+    pack,
+    register_of,
+    restore_sessions,
+    unpack,
+)
+from kvstore_server.engine.membership import Sessions
+from kvstore_server.engine.namespace import Namespace
+from kvstore_server.engine.rounds import Mode
+from kvstore_server.errors import RecoveryError
+from kvstore_server.failpoints import failpoint
+
+_log = logging.getLogger(__name__)
+
+LOG = PREFIX + "log-"
+_HEAD, _MEMORY, _COMMIT, _RANGES, _ROWS = range(1, 6)
+"""Kinds of records: what the server is, a region, images, and what the journal has protected: ranges, or rows."""
+_COMMIT_HEAD = struct.Struct("<qq")
+"""The journal's number, and the bytes of what it holds."""
+_LEAST, _GROWTH = 1 << 20, 4
+"""A log is replaced when it is longer than both: bytes, and times the length of its beginning."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a server is; its next process must be the same.
+
+    Args:
+        server, num_servers, capability: As in `EngineConfig`.
+        run: As in `EngineConfig`; the next process continues under the same number.
+        endpoint: The address on which it listens.
+    """
+
+    server: int
+    num_servers: int
+    capability: str
+    run: int
+    endpoint: str
+
+
+@dataclass
+class Stored:
+    """What the processes before have left."""
+
+    head: Head
+    generation: int
+    last: int
+    """The highest number that a region ever had."""
+    regions: list[Region]
+    spaces: dict[int, list[Image]]
+    """Number of each namespace → its images, in order."""
+    last_space: int
+    change: int
+    """The journal's number."""
+    undo: list[Record]
+    """What the journal has protected and not committed."""
+    kept: Sequence[Kept]
+
+
+def read_stored(kept: Sequence[Kept]) -> Stored | None:
+    """Read what an earlier process has left, if any. Nothing is changed.
+
+    Raises:
+        RecoveryError: It is damaged, or something is missing.
+    """
+    logs = {read_generation(one.fd): one for one in kept if one.name.startswith(LOG)}
+    if not logs:
+        return None
+    # 1. The newest log, and what it says.
+    generation = max(logs)
+    head: Head | None = None
+    known: dict[int, tuple[int, str]] = {}
+    images: dict[int, list[Image]] = {}
+    undo: list[Record] = []
+    last = last_space = change = 0
+    for record in read_records(logs[generation].fd):
+        if record.kind == _HEAD:
+            *values, last, last_space = unpack(record.data)
+            head = Head(*values)
+        elif record.kind == _MEMORY:
+            number, nbytes, key = unpack(record.data)
+            known[number] = nbytes, key
+        elif record.kind == _COMMIT:
+            change, size = _COMMIT_HEAD.unpack_from(record.data)
+            first = _COMMIT_HEAD.size
+            undo = [Record(_RANGES, record.data[first : first + size])]
+            ended, news = unpack(record.data[first + size :])
+            for number, image in news:
+                images.setdefault(number, []).append(image)
+                last_space = max(last_space, number)
+            for number in ended:
+                images.pop(number, None)
+        elif record.kind in (_RANGES, _ROWS):
+            undo.append(record)
+        else:
+            raise RecoveryError(f"the stored log has a record of kind {record.kind}")
+    if head is None:
+        raise RecoveryError("the stored log does not say of which server it is")
+    # 2. The memory of what still exists.
+    fds = {int(one.name.removeprefix(REGION)): one.fd for one in kept if one.name.startswith(REGION)}
+    regions = []
+    for number, (nbytes, key) in known.items():
+        if int(key.partition(".")[0]) not in images:
+            continue  # of a namespace that has ended, or that no image names yet
+        if number not in fds:
+            raise RecoveryError(f"memory {number} of this server ({key}) is not among what was kept")
+        if os.fstat(fds[number]).st_size != nbytes:
+            found = os.fstat(fds[number]).st_size
+            raise RecoveryError(f"memory {number} of this server ({key}) has {found} bytes, not {nbytes}")
+        regions.append(Region(number, key, os.dup(fds[number])))
+    last = max([last, *known, *fds])
+    return Stored(head, generation, last, regions, images, last_space, change, undo, kept)
+
+
+class Durability:
+    """Writes what an engine must not lose, and restores it. Not thread-safe.
+
+    Args:
+        store: Keeps descriptors for the next process.
+        stored: What an earlier process has left.
+    """
+
+    def __init__(self, store: DescriptorStore, stored: Stored | None = None) -> None:
+        self._store = store
+        self._stored = stored
+        self._log: Log | None = None
+        self._least = 0
+        self.memory = DurableMemory(store, self._record_memory)
+        self.journal = Journal(self.memory, self._record_protected)
+        self._head: Head | None = None
+        self._numbers: dict[str, int] = {}
+        """Namespace → its number."""
+        self._last_space = 0
+        self._ended: list[int] = []
+        self._dirty: set[str] = set()
+        self._undone: list[tuple[int, int, int]] = []
+        """(region, begin, end) of what `undo` has returned to its former contents."""
+        if stored is not None:
+            for region in stored.regions:
+                self.memory.add(region)
+            self.memory.last, self._last_space = stored.last, stored.last_space
+            self.journal.number = stored.change + 1
+
+    # ---------------------------------------------------------------- what an engine does
+
+    def begin(self, name: str, number: int | None = None) -> tuple[Journal, str, Changes]:
+        """Begin to log a namespace; return the journal, the prefix of its memory, and its changes."""
+        if number is None:
+            self._last_space += 1
+            number = self._last_space
+        self._numbers[name] = number
+
+        def mark() -> None:
+            self._dirty.add(name)
+
+        return self.journal, str(number), Changes(mark)
+
+    def end(self, name: str) -> None:
+        """Log with the next commit that a namespace has ended; its memory is given back then."""
+        self._ended.append(self._numbers.pop(name))
+        self._dirty.discard(name)
+
+    def commit(self, namespaces: Mapping[str, Namespace], sessions: Sessions) -> None:
+        """Log what has changed since the last commit. When this returns, it outlives the process."""
+        if not (self._dirty or self._ended or self.journal.is_open):
+            return
+        assert self._log is not None
+        failpoint("server.commit.begin")
+        # A namespace that was not accepted has numbers and no images.
+        dirty = [name for name in self._numbers if name in self._dirty and name in namespaces]
+        images = [[self._numbers[name], make_image(namespaces[name], sessions)] for name in dirty]
+        self._dirty.clear()
+        held = self.journal.held()
+        data = pack([self._ended, images])
+        self._log.append(_COMMIT, _COMMIT_HEAD.pack(self.journal.number, len(held)), held, data)
+        failpoint("server.commit.logged")
+        self.journal.commit()
+        ended = bool(self._ended)
+        self._ended.clear()
+        if ended or self._log.end > max(_LEAST, _GROWTH * self._least):
+            self.compact(namespaces, sessions)
+
+    # ---------------------------------------------------------------- the log
+
+    def start(self, head: Head, namespaces: Mapping[str, Namespace], sessions: Sessions) -> None:
+        """Begin a log of this process, with all that there is; from now on changes are logged."""
+        self._head = head
+        self.compact(namespaces, sessions)
+        if self._stored is not None:
+            # The former log, what it does not name, and what was left behind between two steps.
+            in_use = {f"{REGION}{number}" for number in self.memory.regions}
+            in_use.add(f"{LOG}{self._log.generation}" if self._log else "")
+            for name in {one.name for one in self._stored.kept} - in_use:
+                failpoint("server.recovery.remove")
+                self._store.remove(name)
+            for one in self._stored.kept:
+                os.close(one.fd)
+            self._stored = None
+
+    def compact(self, namespaces: Mapping[str, Namespace], sessions: Sessions) -> None:
+        """Replace the log by a new one with the present state, between two commits; drop memory that nothing needs."""
+        assert self._head is not None
+        former = self._log
+        generation = 1 + (former.generation if former else self._stored.generation if self._stored else 0)
+        # 1. Write it completely.
+        fd = os.memfd_create("kvstore-log", os.MFD_CLOEXEC)
+        log = Log(fd, generation)
+        head = self._head
+        values = [head.server, head.num_servers, head.capability, head.run, head.endpoint]
+        log.append(_HEAD, pack([*values, self.memory.last, self._last_space]))
+        kept = self._needed(namespaces)
+        for number in sorted(kept):
+            region = self.memory.regions[number]
+            log.append(_MEMORY, pack([number, region.nbytes, region.key]))
+        images = []
+        for name, space in namespaces.items():
+            assert space.changes is not None
+            space.changes.note_all(space)
+            space.changes.sessions.update(sessions.of_namespace(name))
+            images.append([self._numbers[name], make_image(space, sessions)])
+        self._dirty.clear()
+        held = self.journal.held()
+        data = pack([[], images])
+        log.append(_COMMIT, _COMMIT_HEAD.pack(self.journal.number, len(held)), held, data)
+        failpoint("server.compact.written")
+        # 2. From here on it counts.
+        self._store.store(f"{LOG}{generation}", fd)
+        failpoint("server.compact.stored")
+        self._log, self._least = log, log.end
+        if former is not None:
+            self._store.remove(f"{LOG}{former.generation}")
+            former.close()
+        failpoint("server.compact.removed")
+        self.memory.drop_others(kept)
+
+    def erase(self) -> None:
+        """Remove all that is stored, because the server ends and nobody continues with it."""
+        self.memory.drop_others(())
+        if self._log is not None:
+            self._store.remove(f"{LOG}{self._log.generation}")
+            self._log.close()
+            self._log = None
+
+    def _needed(self, namespaces: Mapping[str, Namespace]) -> set[int]:
+        """Return the numbers of the regions of all namespaces, without those that state was moved out of."""
+        found: set[int] = set()
+        prefixes = {str(number) for number in self._numbers.values()}
+        unused = set[str]()
+        for space in namespaces.values():
+            for block in space.shard.storage.all_blocks:
+                states = block.states.tensors.values()
+                used = {place.region.key for one in states if (place := self.memory.find(one)) is not None}
+                prefix = f"{self._numbers[space.name]}.state.{block.number}."
+                unused |= {
+                    region.key for region in self.memory.regions.values()
+                    if region.key.startswith(prefix) and region.key.removesuffix(SHADOW) not in used
+                }  # fmt: skip
+        for region in self.memory.regions.values():
+            if region.key.partition(".")[0] in prefixes and region.key not in unused:
+                found.add(region.number)
+        return found
+
+    def _record_memory(self, number: int, nbytes: int, key: str) -> None:
+        if self._log is not None:  # otherwise `start` records all
+            self._log.append(_MEMORY, pack([number, nbytes, key]))
+
+    def _record_protected(self, is_rows: bool, data: bytes) -> None:
+        if self._log is not None:
+            self._log.append(_ROWS if is_rows else _RANGES, data)
+
+    # ---------------------------------------------------------------- after a restart
+
+    def undo(self) -> None:
+        """Return durable memory to what it was at the last commit of the earlier process."""
+        assert self._stored is not None
+        for record in self._stored.undo:
+            undo = undo_rows if record.kind == _ROWS else undo_ranges
+            self._undone += undo(self.memory, record.data)
+
+    def restore(
+        self,
+        make_space: Callable[[str, int, Mode, int], Namespace],
+        sessions: Sessions,
+        now: float,
+    ) -> dict[str, Namespace]:
+        """Return the namespaces that the earlier process had.
+
+        Args:
+            make_space: Makes a namespace of a name, a number of workers, a mode and a number for `begin`.
+            sessions: Gets the sessions of their workers, which count as heard now.
+
+        Raises:
+            RecoveryError: What was stored contradicts itself.
+        """
+        assert self._stored is not None
+        found: dict[str, Namespace] = {}
+        for number, images in sorted(self._stored.spaces.items()):
+            try:
+                space = self._restore_space(number, images, make_space, sessions, now)
+            except (LookupError, TypeError, ValueError, AssertionError) as error:
+                raise RecoveryError(f"the state that was stored contradicts itself: {error!r}") from error
+            found[space.name] = space
+        return found
+
+    def _restore_space(
+        self,
+        number: int,
+        images: Sequence[Image],
+        make_space: Callable[[str, int, Mode, int], Namespace],
+        sessions: Sessions,
+        now: float,
+    ) -> Namespace:
+        # 1. Build it like the first time: its optimizer, then its tables in their order.
+        name, num_workers, *mode = images[0]["space"]
+        space = make_space(name, num_workers, Mode(*mode), number)
+        optimizer = [image["optimizer"] for image in images if "optimizer" in image]
+        for rank, spec in optimizer[-1] if optimizer else ():
+            space.set_optimizer(rank, spec)
+        for image in images:
+            for row in image.get("declared", ()):
+                space.register(*register_of(row))
+            failpoint("server.recovery.declared")
+        # 2. Then set what the images say, in their order.
+        for image in images:
+            restore_sessions(sessions, image.get("sessions", ()), now)
+            apply_image(space, sessions, image)
+        space.claim_restored()
+        failpoint("server.recovery.applied")
+        # 3. A round that was applied slice by slice begins again; its weights may have been sent under this version.
+        for table in images[-1].get("pipelined", ()):
+            space.tables[table].version += 1
+        space.shard.storage.return_moved()
+        space.shard.storage.forget_former(self._undone)
+        for table_ in space.tables if space.shard.notes_changes else ():
+            table_.unit.changes.begin(table_.version)
+        return space

@@ -1,0 +1,532 @@
+"""What a namespace's state is, as plain values: the *image* of what has changed, and its inverse.
+
+An image contains everything that later answers depend on, except numbers that lie in durable memory, and except what
+the workers send again after a restart: slices, commits of open rounds, waits. It has the parts that have changed since
+the last image, in columns; later images replace what earlier ones say about the same table, session or key. A whole
+image is one in which everything counts as changed. `apply_image` sets what it says in a namespace with the same tables.
+
+The state of a table whose round is applied slice by slice is its state before that round: the journal undoes the rest.
+
+Counters that only people read (bytes, messages, times that ranks were late) begin again with zero.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.durable.memory import typed
+from kvstore_server.engine.membership import RankSession, Sessions
+from kvstore_server.engine.namespace import Namespace
+from kvstore_server.engine.rounds import RoundTracker
+from kvstore_server.engine.table import RoundEnd, Table
+from kvstore_server.errors import KVStoreError, RecoveryError, from_wire, to_wire
+from kvstore_server.optimizer.state import Entries, FlatEntry
+from kvstore_server.optimizer.trees import decode, encode
+from kvstore_server.processes import ProcessState
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import pack_control
+from kvstore_server.shard.norms import Decision
+from kvstore_server.shard.shard import Partial
+from kvstore_server.shard.storage import Block, Read, Undo
+
+Image = dict[str, Any]
+
+
+def pack(value: Any) -> bytes:
+    return bytes(msgpack.packb(value, use_bin_type=True))
+
+
+def unpack(data: bytes) -> Any:
+    """Decode what `pack` has encoded; checksums have shown that it is that. Raises RecoveryError otherwise."""
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise RecoveryError(f"the stored log cannot be decoded: {error!r}") from None
+
+
+def make_image(space: Namespace, sessions: Sessions) -> Image:
+    """Return what has changed of a namespace since the last call, and begin to collect changes again."""
+    changes = space.changes
+    assert changes is not None
+    image: Image = {}
+    if changes.is_new:
+        mode = space.mode
+        terms = [mode.name, mode.staleness, mode.slow_down, mode.by_host]
+        image["space"] = [space.name, space.membership.num_workers, *terms]
+    declared = [_declaration(space, table) for table in space.tables[changes.num_declared :]]
+    if declared:
+        image["declared"] = declared
+    if changes.has_optimizer:
+        image["optimizer"] = space.optimizer.sent()
+    if changes.has_members:
+        image["members"] = _members(space)
+        image["sessions"] = _session_rows(sessions, changes.sessions)
+    if changes.hypers:
+        image["hypers"] = _hypers(space, sorted(changes.hypers))
+    if changes.clients:
+        image["clients"] = [[*key, space.client_states.get(key, b"")] for key in sorted(changes.clients)]
+    pipelined = [n for n in sorted(space.rounds.pipelined) if _undo_of(space.tables[n]) is not None]
+    if pipelined:
+        image["pipelined"] = pipelined
+    if changes.tables:
+        tables = [space.tables[number] for number in sorted(changes.tables)]
+        image["tables"] = _table_columns(space, tables)
+        image["shard"] = _shard_columns(space, tables)
+        if not space.mode.is_sync:
+            image["lanes"] = _lanes(space, sorted(changes.tables))
+    changes.num_declared = len(space.tables)
+    changes.clear()
+    return image
+
+
+def _declaration(space: Namespace, table: Table) -> list[Any]:
+    plan = table.plan
+    form = b"" if table.deltas is None else pack_control(table.deltas.codec.spec())
+    specs = [list(spec) for spec in plan.specs]
+    return [space.registered_by(table), table.name, specs, plan.whole_keys, plan.one_server, form]
+
+
+def register_of(row: Sequence[Any]) -> tuple[int, m.Register]:
+    """Return the rank that declared a table, and its message, from a part "declared" of an image."""
+    rank, name, specs, whole_keys, one_server, form = row
+    own = tuple((key, tuple(shape), dtype, group, sparse) for key, shape, dtype, group, sparse in specs)
+    return rank, m.Register(name, own, whole_keys, one_server=one_server, delta_form=form)
+
+
+# ---------------------------------------------------------------- members
+
+
+def _members(space: Namespace) -> list[Any]:
+    members, rounds = space.membership, space.rounds
+    return [
+        {rank: session.token for rank, session in members.members.items()},
+        members.departed,
+        sorted(members.failed),
+        sorted(members.finished),
+        sorted(members.resumable),
+        members.barrier_sequence,
+        list(members.gathered),
+        sorted(rounds.left),
+        rounds.shared.num_ended,
+        [[ended, text] for ended, text in space.failures],
+    ]
+
+
+def _session_rows(sessions: Sessions, tokens: Iterable[int]) -> list[Any]:
+    rows = []
+    for session, reason in sessions.named(tokens):
+        hello, seen = session.hello, session.seen_at if session.has_left else 0.0
+        values = [getattr(hello, one.name) for one in fields(hello)]
+        terms = [list(value) if isinstance(value, tuple) else value for value in values]
+        rows.append([session.token, terms, session.peer, reason, session.has_left, session.how_ended, seen])
+    return rows
+
+
+def restore_sessions(sessions: Sessions, rows: Iterable[Sequence[Any]], now: float) -> None:
+    """Open and end the sessions of an image; they count as heard now."""
+    for token, terms, peer, reason, has_left, how_ended, seen in rows:
+        values: list[Any] = [tuple(term) if isinstance(term, list) else term for term in terms]
+        hello = m.Hello(*values)
+        session = RankSession(token, hello, peer, now)
+        if has_left:
+            session.state, session.seen_at, session.last_heard = ProcessState.ENDED, seen, seen
+            session.how_ended, session.is_logged, session.has_left = how_ended, True, True
+        sessions.restore(session, reason)
+
+
+def _apply_members(space: Namespace, sessions: Sessions, values: Sequence[Any]) -> None:
+    tokens, departed, failed, finished, resumable, barrier, gathered, left, num_ended, failures = values
+    members, rounds = space.membership, space.rounds
+    members.members = {
+        rank: session for rank, token in tokens.items() if (session := sessions.known(token)) is not None
+    }
+    members.departed = dict(departed)
+    members.failed, members.finished = set(failed), set(finished)
+    members.resumable.update(resumable)  # shared by all namespaces of a job
+    members.barrier_sequence, members.gathered = barrier, tuple(gathered)
+    rounds.left, rounds.shared.num_ended = set(left), num_ended
+    space.failures.clear()
+    space.failures.extend((ended, text) for ended, text in failures)
+
+
+# ---------------------------------------------------------------- tables and rounds
+
+
+class _Distinct:
+    """Encodes objects once each, by identity: tables that ended together share what they say about it."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._known: dict[int, tuple[int, Any]] = {}
+
+    def index(self, one: Any, encoded: Any) -> int:
+        known = self._known.get(id(one))
+        if known is None:
+            known = self._known[id(one)] = len(self.values), one  # referenced, so that the id stays its own
+            self.values.append(encoded(one))
+        return known[0]
+
+
+def _end_values(end: RoundEnd) -> list[Any]:
+    partials = [list(one) for one in end.partials]
+    return [
+        end.version,
+        end.left_out,
+        end.vetoes,
+        end.hyper,
+        end.is_over,
+        partials,
+        end.decision,
+        end.is_skipped,
+    ]
+
+
+def _end_of(values: Sequence[Any]) -> RoundEnd:
+    version, left_out, vetoes, hyper, is_over, partials, decision, is_skipped = values
+    measured = tuple([Partial(*one) for one in partials])
+    return RoundEnd(
+        version, tuple(left_out), tuple(vetoes), hyper, is_over, measured, Decision(*decision), is_skipped
+    )
+
+
+def _table_columns(space: Namespace, tables: Sequence[Table]) -> list[Any]:
+    shared, numbers = space.rounds.shared, np.array([table.number for table in tables], np.int64)
+    ends = _Distinct()
+    of_ends = [
+        [[whose, ends.index(end, _end_values)] for whose, end in table.ends.items()] for table in tables
+    ]
+    return [
+        numbers.tobytes(),
+        shared.numbers[numbers].tobytes(),
+        shared.first_failed(numbers).tobytes(),
+        _failures(shared, numbers.tolist()),
+        np.array(
+            [
+                (t.version, t.rounds_applied, t.keys_applied, t.undone, t.decisions_differing, t.last_rank,
+                 t.is_initialised)
+                for t in tables
+            ],
+            np.int64,
+        ).tobytes(),
+        ends.values,
+        of_ends,
+        {table.number: to_wire(table.conflict) for table in tables if table.conflict is not None},
+    ]  # fmt: skip
+
+
+def _failures(tracker: RoundTracker, numbers: Iterable[int]) -> list[Any]:
+    found = [(number, tracker.failures(number)) for number in numbers]
+    return [[number, [[at, *to_wire(error)] for at, error in one.items()]] for number, one in found if one]
+
+
+def _apply_tables(space: Namespace, values: Sequence[Any]) -> None:
+    packed, rounds, failed, failures, counters, ends, of_ends, conflicts = values
+    numbers, shared = _ints(packed), space.rounds.shared
+    shared.restore(numbers, _ints(rounds), _ints(failed), _errors(failures))
+    known = [_end_of(one) for one in ends]
+    rows = _ints(counters).reshape(len(numbers), -1).tolist()
+    for number, row, own in zip(numbers.tolist(), rows, of_ends, strict=True):
+        table = space.tables[number]
+        table.version, table.rounds_applied, table.keys_applied, table.undone = row[:4]
+        table.decisions_differing, table.last_rank, table.is_initialised = row[4], row[5], bool(row[6])
+        table.ends = {whose: known[at] for whose, at in own}
+        table.conflict = None
+    for number, error in conflicts.items():
+        space.tables[number].conflict = from_wire(*error)
+
+
+def _errors(rows: Iterable[Any]) -> dict[int, dict[int, KVStoreError]]:
+    return {number: {at: from_wire(code, text) for at, code, text in found} for number, found in rows}
+
+
+def _hypers(space: Namespace, numbers: Sequence[int]) -> list[Any]:
+    packed = _Distinct()
+    rows = [
+        [
+            number,
+            [[rank, packed.index(one, bytes)] for rank, one in space.tables[number].hyper.sent().items()],
+        ]
+        for number in numbers
+    ]
+    return [packed.values, rows]
+
+
+def _apply_hypers(space: Namespace, values: Sequence[Any]) -> None:
+    packed, rows = values
+    for number, own in rows:
+        space.tables[number].hyper.restore({rank: packed[at] for rank, at in own})
+
+
+def _lanes(space: Namespace, numbers: Sequence[int]) -> list[Any]:
+    rounds, some = space.rounds, np.array(numbers, np.int64)
+    lanes = []
+    for rank, lane in rounds.lanes.items():
+        columns = lane.numbers[some].tobytes(), lane.first_failed(some).tobytes(), _failures(lane, numbers)
+        lanes.append([rank, lane.num_ended, *columns])
+    clocks = [rounds.clocks(number) for number in numbers]
+    joined = [sorted(rounds.joined(number)) for number in numbers]
+    return [some.tobytes(), sorted(rounds.lanes), lanes, clocks, joined]
+
+
+def _apply_lanes(space: Namespace, values: Sequence[Any]) -> None:
+    packed, ranks, lanes, clocks, joined = values
+    numbers, rounds = _ints(packed), space.rounds
+    for rank in rounds.lanes.keys() - set(ranks):
+        del rounds.lanes[rank]
+    for rank, num_ended, of_rank, failed, failures in lanes:
+        lane = rounds.new_lane(rank)
+        lane.num_ended = num_ended
+        lane.restore(numbers, _ints(of_rank), _ints(failed), _errors(failures))
+    for number, clock, of_table in zip(numbers.tolist(), clocks, joined, strict=True):
+        rounds.clocks(number)[:] = clock
+        rounds.joined(number).clear()
+        rounds.joined(number).update(of_table)
+
+
+# ---------------------------------------------------------------- the shard
+
+
+def _undo_of(table: Table) -> Undo | None:
+    return None if table.pipelined is None else table.pipelined.undo
+
+
+def _shard_columns(space: Namespace, tables: Sequence[Table]) -> Image:
+    """Return update counts, and which state each segment has; tensors of other shapes by value."""
+    shard, changes = space.shard, space.changes
+    assert changes is not None
+    storage, kept = shard.storage, _Distinct()
+    at = {id(block): number for number, block in enumerate(storage.all_blocks)}
+    found: Image = {}
+    # 1. Flat state and its memory, if there is new one.
+    for number, block in enumerate(storage.all_blocks):
+        known = changes.tensors[number] if number < len(changes.tensors) else None
+        if known is None or known.keys() != block.states.tensors.keys() or any(
+            known[name] is not tensor for name, tensor in block.states.tensors.items()
+        ):  # fmt: skip
+            found.setdefault("blocks", []).append([number, _memory_of(space, block)])
+            changes.tensors[number : number + 1] = [dict(block.states.tensors)]
+    # 2. Adjacent segments of all tables, by block; those of a round in progress as they were before it.
+    runs: list[list[int]] = []
+    steps: list[np.ndarray[Any, Any]] = []
+    counts: list[np.ndarray[Any, Any]] = []
+    entries: list[list[int]] = []
+    for table in tables:
+        unit, undo = table.unit, _undo_of(table)
+        first, end = unit.first_key, unit.first_key + len(unit.plan.specs)
+        counts.append(shard.counts[first:end] if undo is None else undo.counts)
+        for number in range(unit.first, unit.end):
+            slot = storage.slots[number]
+            states = None if undo is None else undo.states[number - unit.first]
+            where = at[id(slot.block)]
+            own = slot.block.states.steps[slot.first : slot.last] if states is None else states.steps
+            if states is None and runs and runs[-1][0] == where and runs[-1][2] == slot.first and runs[-1][3]:
+                runs[-1][2] = slot.last
+            else:
+                runs.append([where, slot.first, slot.last, states is None])
+                steps.append(own)
+            if states is not None:
+                _collect_entries(changes.entries, entries, kept, where, slot.first, states.entries)
+    for number, run in enumerate(runs):
+        where, first, end, is_present = run
+        if is_present:
+            states = storage.all_blocks[where].states
+            steps[number] = states.steps[first:end]
+            _collect_entries(changes.entries, entries, kept, where, first, states.entries[first:end])
+    found["numbers"] = [table.number for table in tables]
+    found["counts"] = np.concatenate(counts).tobytes()
+    found["runs"] = [run[:3] for run in runs]
+    found["steps"] = np.concatenate(steps).tobytes() if steps else b""
+    if entries:
+        found["entries"] = [kept.values, entries]
+    # 3. Where the weights are, and what else belongs to them.
+    slots = [slot for table in tables for slot in range(table.unit.first, table.unit.end)]
+    found["protected"] = np.array([storage.protected_at.get(slot, -1) for slot in slots], np.int64).tobytes()
+    moved = [[slot, where] for slot, where in _moved(space, tables).items()]
+    if moved or changes.steps.get(-1):
+        changes.steps[-1] = 1
+        found["moved"] = moved
+    found["notes"] = shard.notes_changes
+    found["deltas"] = [[t.number, _deltas(t, changes.steps)] for t in tables if t.deltas is not None]
+    found["reads"] = [[t.number, t.more_reads, *_reads(t)] for t in tables if t.unit.reads]
+    return found
+
+
+def _moved(space: Namespace, tables: Iterable[Table]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for table in tables:
+        undo = _undo_of(table)
+        where = space.shard.storage.moved_to if undo is None else undo.moved_to
+        for slot in range(table.unit.first, table.unit.end) if where else ():
+            if slot in where:
+                found[slot] = where[slot]
+    return found
+
+
+def _memory_of(space: Namespace, block: Block) -> dict[str, Any]:
+    journal = space.shard.storage.journal
+    assert journal is not None
+    found = {}
+    for name, tensor in block.states.tensors.items():
+        place = journal.memory.find(tensor)
+        assert place is not None
+        found[name] = [place.region.number, str(tensor.dtype).removeprefix("torch.")]
+    return found
+
+
+def _collect_entries(
+    known: dict[int, list[Entries]],
+    rows: list[list[int]],
+    kept: _Distinct,
+    block: int,
+    first: int,
+    entries: Sequence[Entries],
+) -> None:
+    """Append [block, segment, which] for each segment whose entries are others than in the last image."""
+    before = known.setdefault(block, [])
+    if len(before) < first + len(entries):
+        before += [{}] * (first + len(entries) - len(before))
+    for at, own in enumerate(entries, first):
+        if own is not before[at] and not (not own and not before[at]):
+            rows.append([block, at, kept.index(own, _entry_values)])
+            before[at] = own
+
+
+def _entry_values(entries: Entries) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        if value is FlatEntry.MEMORY:
+            found[name] = None
+        elif isinstance(value, Tensor):
+            found[name] = ["", *_tensor_values(value)]
+        elif type(value) is float:
+            found[name] = ["float", value]
+        else:
+            found[name] = ["json", json.dumps(encode(value))]
+    return found
+
+
+def _entries_of(values: Mapping[str, Any]) -> Entries:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None:
+            found[name] = FlatEntry.MEMORY
+        elif value[0] == "float":
+            found[name] = float(value[1])
+        else:
+            found[name] = decode(json.loads(value[1])) if value[0] == "json" else _tensor_of(value[1:])
+    return found
+
+
+def _tensor_values(tensor: Tensor) -> list[Any]:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
+
+
+def _tensor_of(values: Sequence[Any]) -> Tensor:
+    dtype, shape, data = values
+    if not data:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def _deltas(table: Table, known: dict[int, int]) -> list[Any]:
+    assert table.deltas is not None
+    values, news = table.deltas.values(known.get(table.number))
+    known[table.number] = table.deltas.version
+    rows = [
+        [
+            before,
+            nbytes,
+            [[slot, None if one is None else _tensor_values(one)] for slot, one in changes.items()],
+        ]
+        for before, changes, nbytes in news
+    ]
+    return [*values, rows]
+
+
+def _reads(table: Table) -> list[Any]:
+    kept = _Distinct()
+
+    def encoded(read: Read) -> list[Any]:
+        return [read.version, [_tensor_values(one) for one in read.weights]]
+
+    rows = [[rank, [kept.index(one, encoded) for one in reads]] for rank, reads in table.unit.reads.items()]
+    return [kept.values, rows]
+
+
+def _apply_shard(space: Namespace, values: Image) -> None:
+    shard = space.shard
+    storage, journal = shard.storage, shard.storage.journal
+    assert journal is not None
+    tables = [space.tables[number] for number in values["numbers"]]
+    # 1. Flat state.
+    for number, own in values.get("blocks", ()):
+        states = storage.all_blocks[number].states
+        states.tensors.clear()
+        for name, (region, dtype) in own.items():
+            found = journal.memory.regions.get(region)
+            if found is None:
+                raise RecoveryError(f"the log names memory {region}, which is not in the store")
+            states.tensors[name] = typed(found.data, states.length, getattr(torch, dtype))
+    # 2. Update counts, and the entries of segments.
+    counts, at = _ints(values["counts"]), 0
+    for table in tables:
+        first, number = table.unit.first_key, len(table.unit.plan.specs)
+        shard.counts[first : first + number] = counts[at : at + number]
+        at += number
+    steps, at = _ints(values["steps"]), 0
+    for block, first, end in values["runs"]:
+        storage.all_blocks[block].states.steps[first:end] = steps[at : at + end - first]
+        at += end - first
+    kept, rows = values.get("entries", ((), ()))
+    known = [_entries_of(one) for one in kept]
+    for block, segment, which in rows:
+        storage.all_blocks[block].states.restore_entries(segment, known[which])
+    # 3. Where the weights are, and what else belongs to them.
+    slots = [slot for table in tables for slot in range(table.unit.first, table.unit.end)]
+    storage.protected_at |= dict(zip(slots, _ints(values["protected"]).tolist(), strict=True))
+    if "moved" in values:
+        for slot in slots:
+            storage.moved_to.pop(slot, None)
+        storage.moved_to |= dict(values["moved"])
+    shard.notes_changes |= values["notes"]
+    for number, own in values["deltas"]:
+        *of_deltas, steps_ = own
+        news = [
+            (before, {slot: None if one is None else _tensor_of(one) for slot, one in changes}, nbytes)
+            for before, nbytes, changes in steps_
+        ]
+        deltas = space.tables[number].deltas
+        assert deltas is not None
+        deltas.restore(of_deltas, news)
+    for number, more, kept_reads, of_ranks in values["reads"]:
+        reads = [Read(version, [_tensor_of(one) for one in weights]) for version, weights in kept_reads]
+        space.tables[number].unit.reads = {rank: [reads[at] for at in own] for rank, own in of_ranks}
+        space.restore_more_reads(space.tables[number], more)
+
+
+def _ints(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.frombuffer(data, np.int64).copy()
+
+
+def apply_image(space: Namespace, sessions: Sessions, image: Image) -> None:
+    """Set what an image says, in a namespace that has its tables and its optimizer."""
+    if "members" in image:
+        _apply_members(space, sessions, image["members"])
+    if "hypers" in image:
+        _apply_hypers(space, image["hypers"])
+    for table, rank, state in image.get("clients", ()):
+        space.client_states[table, rank] = state
+    if "tables" in image:
+        _apply_tables(space, image["tables"])
+        _apply_shard(space, image["shard"])
+    if "lanes" in image:
+        _apply_lanes(space, image["lanes"])

@@ -1,0 +1,79 @@
+"""Durable engines in the test's own process: memory that the test holds, crashes at failpoints, and restarts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kvstore_server import failpoints
+from kvstore_server.durable.fd_store import Kept
+from kvstore_server.engine.durability import Durability, Head, read_stored
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.failpoints import Entry, Failpoints
+from kvstore_server.transport.arena import Leases
+
+
+class HeldDescriptors:
+    """A file descriptor store as a supervisor has it."""
+
+    def __init__(self) -> None:
+        self.fds: list[Kept] = []
+
+    def store(self, name: str, fd: int) -> None:
+        self.fds.append(Kept(name, os.dup(fd)))
+
+    def remove(self, name: str) -> None:
+        for one in [one for one in self.fds if one.name == name]:
+            self.fds.remove(one)
+            os.close(one.fd)
+
+    def passed(self) -> list[Kept]:
+        """What the next process gets, newest first: the order must not matter."""
+        return [Kept(one.name, os.dup(one.fd)) for one in reversed(self.fds)]
+
+    def close(self) -> None:
+        for one in self.fds:
+            os.close(one.fd)
+        self.fds.clear()
+
+
+class Crash(BaseException):
+    """The process is killed at a failpoint: no `except Exception` may go on."""
+
+
+@contextmanager
+def crash_at(name: str, nth: int = 1) -> Iterator[None]:
+    """Raise Crash in the block where a failpoint is reached for the nth time."""
+
+    def crash(at: str) -> None:
+        raise Crash(at)
+
+    actions, armed = failpoints.ACTIONS["kill"], failpoints._armed
+    failpoints.ACTIONS["kill"], failpoints._armed = crash, Failpoints([Entry(name, None, nth)])
+    try:
+        yield
+    finally:
+        failpoints.ACTIONS["kill"], failpoints._armed = actions, armed
+
+
+def durable_engine(
+    store: HeldDescriptors,
+    config: EngineConfig | None = None,
+    leases: Leases | None = None,
+    now: float = 0.0,
+    tokens: Callable[[], int] | None = None,
+) -> Engine:
+    """The engine of a server that begins, or that continues with what is held."""
+    config = config or EngineConfig()
+    stored = read_stored(store.passed())
+    run = config.run if stored is None else stored.head.run
+    durability, config = Durability(store, stored), replace(config, run=run, restart_timeout=60.0)
+    others = {} if tokens is None else {"tokens": tokens}
+    engine = Engine(config, leases, durability=durability, **others)
+    if stored is not None:
+        engine.restore(now)
+    engine.begin_log(Head(config.server, config.num_servers, config.capability, run, "tcp://127.0.0.1:1"))
+    return engine
