@@ -35,7 +35,7 @@ from kvstore_server.notify import READY, notify
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import preload_optimizers
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
-from kvstore_server.server import Server, ServerOptions, make_server
+from kvstore_server.server import OFF, PROCESS, Server, ServerOptions, make_server
 
 _log = logging.getLogger("kvstore_server")
 
@@ -67,6 +67,11 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--http", "KVSTORE_HTTP", "", str, "serve a page that shows what this server does at this HOST:PORT, with "
      "/metrics for Prometheus, in a separate process"),
     ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
+    ("--durability", "KVSTORE_DURABILITY", OFF, str,
+     "process: weights, optimizer state and rounds outlive this process if a supervisor keeps its memory (--supervise, "
+     "kvlaunch or systemd), and the next process continues with them; off: they end with it"),
+    ("--restart-timeout", "KVSTORE_RESTART_TIMEOUT", ServerOptions.restart_timeout, float,
+     "seconds that workers wait for a restart of a server with --durability process"),
     ("--log", "KVSTORE_LOG", "warning", str, 
      "debug (a line for each message and each transition of a round), info, warning or error; to standard error"),
 )  # fmt: skip
@@ -153,13 +158,18 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
                 importlib.import_module(module)
             preload_optimizers()
             options = ServerOptions(
-                flags.bind, flags.drain_timeout, max_message_bytes=flags.max_message_bytes
+                flags.bind,
+                flags.drain_timeout,
+                max_message_bytes=flags.max_message_bytes,
+                durability=flags.durability,
+                restart_timeout=flags.restart_timeout,
             )
             numbers = {one.name: getattr(flags, one.name, one.default) for one in fields(EngineConfig)}
+            numbers["restart_timeout"] = 0.0  # unless the state outlives this process
             place = {"server": flags.index, "run": secrets.randbits(62) | 1, "capability": capability()}
             if not _listens_here(flags.bind):
                 place["spread_from"] = 0
-            server = make_server(EngineConfig(**{**numbers, **place}), options)
+            server = make_server(EngineConfig(**{**numbers, **place}), options, environ=os.environ)
         except (KVStoreError, ImportError) as error:
             is_missing = isinstance(error, ModuleNotFoundError)
             advice = "; is its folder the current one, or on PYTHONPATH?" if is_missing else ""
@@ -230,6 +240,8 @@ def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
     if flags.max_message_keys < KEYS_PER_MESSAGE:
         least = f"the {KEYS_PER_MESSAGE} that workers send"
         parser.error(f"--max-message-keys must be at least {least}, got {flags.max_message_keys}")
+    if flags.durability not in (OFF, PROCESS):
+        parser.error(f"--durability must be {OFF} or {PROCESS}, got {flags.durability!r}")
     if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
     address = _ADDRESS.fullmatch(flags.bind)

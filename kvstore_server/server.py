@@ -16,9 +16,10 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
@@ -31,6 +32,8 @@ import zmq
 from torch import Tensor
 
 from kvstore_server.debug_log import Peer, debug_log
+from kvstore_server.durable.fd_store import NotifySocket, inherited_descriptors, notify_address
+from kvstore_server.engine.durability import Durability, Head, read_stored
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
@@ -75,6 +78,7 @@ _MOST_COPIES = 4
 _LEAST, _OF_PART = 4096, 256
 """The fixed cost of a message, and of each of its parts, expressed in bytes."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
+OFF, PROCESS = "off", "process"
 _LAST_WORDS = 1.0
 """The least time in seconds for queued replies to leave when the server ends."""
 
@@ -89,12 +93,16 @@ class ServerOptions:
         max_backlog: Bytes that may be queued for one slow peer. If more are queued when another reply comes, they are
             dropped.
         max_message_bytes: Largest message of those kinds that may have many frames.
+        durability: "process": the state outlives the process if a supervisor keeps its memory; "off": it ends with it.
+        restart_timeout: Seconds that workers wait for a restart of a server whose state outlives its process.
     """
 
     bind: str = "tcp://127.0.0.1:0"
     drain_timeout: float = 10.0
     max_backlog: int = 4 << 30
     max_message_bytes: int = 4 << 30
+    durability: str = OFF
+    restart_timeout: float = 60.0
 
 
 class Service(Protocol):
@@ -113,18 +121,67 @@ class Service(Protocol):
 
 
 def make_server(
-    config: EngineConfig, options: ServerOptions, clock: Callable[[], float] = time.monotonic
+    config: EngineConfig,
+    options: ServerOptions,
+    clock: Callable[[], float] = time.monotonic,
+    environ: MutableMapping[str, str] | None = None,
 ) -> Server:
-    """Return a server of a store that listens already. Raises ConfigurationError like `Server`."""
-    leases = Leases()
-    engine = Engine(config, leases, clock)
+    """Return a server of a store that listens already.
+
+    With durability "process" it continues with what an earlier process of it has left with its supervisor: under the
+    same address and run, with the same tables and weights.
+
+    Args:
+        environ: Says where the supervisor is; the variables that say what it passed are removed.
+
+    Raises:
+        ConfigurationError: Like `Server`.
+        RecoveryError: What was left is damaged, is of another server, or cannot be kept further.
+    """
+    # 1. What an earlier process has left.
+    leases, environ = Leases(), {} if environ is None else environ
+    durability, stored = None, None
+    if options.durability == PROCESS:
+        kept = inherited_descriptors(environ, os.getpid())
+        address = notify_address(environ)
+        if address is None:
+            _log.warning(
+                "nothing holds this server's memory when it ends (no NOTIFY_SOCKET with FDSTORE in the environment), so "
+                "it goes on as with --durability off; start it with --supervise, kvlaunch, or systemd 254 or newer and "
+                "FileDescriptorStoreMax="
+            )
+        else:
+            stored = read_stored(kept)
+            durability = Durability(NotifySocket(address), stored)
+            config = replace(config, restart_timeout=options.restart_timeout)
+    if stored is not None:
+        stored.head.check(config.server, config.num_servers, config.capability)
+        config, options = replace(config, run=stored.head.run), replace(options, bind=stored.head.endpoint)
+    # 2. The engine, which workers of this host find by the run.
+    engine = Engine(config, leases, clock, durability=durability)
     engine.budget.available = available_memory
     try:
         listener = Listener(config.run, engine.is_session, engine.budget, leases, engine.look_at)
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
-    return Server(engine, options, leases, clock, listener, engine.name_of)
+    if stored is not None:
+        engine.restore(clock())
+    server = Server(engine, options, leases, clock, listener, engine.name_of)
+    # 3. From here on everything is logged.
+    if durability is not None:
+        engine.begin_log(
+            Head(config.server, config.num_servers, config.capability, config.run, server.endpoint)
+        )
+    if stored is not None:
+        _log.warning(
+            "continues at %s after a restart, with %d namespaces and %d tables that the process before it held in "
+            "memory",
+            server.endpoint,
+            len(engine.namespaces),
+            sum([len(space.tables) for space in engine.namespaces.values()]),
+        )
+    return server
 
 
 class Server:

@@ -68,6 +68,20 @@ class Head:
     run: int
     endpoint: str
 
+    def check(self, server: int, num_servers: int, capability: str) -> None:
+        """Raise RecoveryError unless the present process is the same server, on a CPU that computes the same bits."""
+        told = {
+            "--index": (self.server, server),
+            "--num-servers": (self.num_servers, num_servers),
+            "the CPU": (self.capability, capability),
+        }
+        differing = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in told.items() if was != now]
+        if differing:
+            raise RecoveryError(
+                f"what was stored is of another server: {'; '.join(differing)}. Start it as before, or without what is "
+                "stored"
+            )
+
 
 @dataclass
 class Stored:

@@ -55,6 +55,7 @@ from kvstore_server.errors import (
     KVStoreError,
     PlanMismatchError,
     ProtocolError,
+    RecoveryError,
     RoundAbortedError,
     ServerLostState,
     ServerStoppingError,
@@ -224,12 +225,6 @@ class Engine:
         assert self._durability is not None
         self._durability.start(head, self.namespaces, self._sessions)
 
-    def erase(self) -> None:
-        """Remove what was stored for the next process, because the server ends."""
-        if self._durability is not None:
-            self._durability.erase()
-            self._durability = None
-
     def is_session(self, peer: bytes, token: int) -> bool:
         """Return whether the socket `peer` belongs to the open session with this token."""
         try:
@@ -390,7 +385,13 @@ class Engine:
         self.is_stopping = True
 
     def abandon(self, now: float) -> list[m.Outgoing]:
-        """Fail every wait because the server ends now, and notify every member."""
+        """Fail every wait because the server ends now, and notify every member; nothing is kept for a next process."""
+        durability, self._durability = self._durability, None
+        if durability is not None:
+            try:
+                durability.erase()
+            except RecoveryError as error:
+                _log.warning("what was stored for a restart is not removed: %s", error)
         out: list[m.Outgoing] = []
         for space in self.namespaces.values():
             for pending in list(self._pending(space)):
