@@ -146,9 +146,9 @@ def make_server(
         address = notify_address(environ)
         if address is None:
             _log.warning(
-                "nothing holds this server's memory when it ends (no NOTIFY_SOCKET with FDSTORE in the environment), so "
-                "it goes on as with --durability off; start it with --supervise, kvlaunch, or systemd 254 or newer and "
-                "FileDescriptorStoreMax="
+                "nothing holds this server's memory when it ends (no NOTIFY_SOCKET and FDSTORE in the environment), so "
+                "it goes on as with --durability off; start it with --supervise, with kvlaunch, or by systemd 254 or "
+                "newer with FileDescriptorStoreMax="
             )
         else:
             stored = read_stored(kept)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore_server.durable.fd_store import PREFIX, DescriptorStore, Kept
@@ -95,6 +95,8 @@ class Stored:
     spaces: dict[int, list[Image]]
     """Number of each namespace → its images, in order."""
     last_space: int
+    finished: list[str]
+    """Namespaces whose workers have all finished."""
     change: int
     """The journal's number."""
     undo: list[Record]
@@ -117,6 +119,7 @@ def read_stored(kept: Sequence[Kept]) -> Stored | None:
     known: dict[int, tuple[int, str]] = {}
     images: dict[int, list[Image]] = {}
     undo: list[Record] = []
+    finished: list[str] = []
     last = last_space = change = 0
     for record in read_records(logs[generation].fd):
         if record.kind == _HEAD:
@@ -129,7 +132,8 @@ def read_stored(kept: Sequence[Kept]) -> Stored | None:
             change, size = _COMMIT_HEAD.unpack_from(record.data)
             first = _COMMIT_HEAD.size
             undo = [Record(_RANGES, record.data[first : first + size])]
-            ended, news = unpack(record.data[first + size :])
+            ended, news, names = unpack(record.data[first + size :])
+            finished = finished if names is None else names
             for number, image in news:
                 images.setdefault(number, []).append(image)
                 last_space = max(last_space, number)
@@ -154,7 +158,7 @@ def read_stored(kept: Sequence[Kept]) -> Stored | None:
             raise RecoveryError(f"memory {number} of this server ({key}) has {found} bytes, not {nbytes}")
         regions.append(Region(number, key, os.dup(fds[number])))
     last = max([last, *known, *fds])
-    return Stored(head, generation, last, regions, images, last_space, change, undo, kept)
+    return Stored(head, generation, last, regions, images, last_space, finished, change, undo, kept)
 
 
 class Durability:
@@ -205,7 +209,9 @@ class Durability:
         self._ended.append(self._numbers.pop(name))
         self._dirty.discard(name)
 
-    def commit(self, namespaces: Mapping[str, Namespace], sessions: Sessions) -> None:
+    def commit(
+        self, namespaces: Mapping[str, Namespace], sessions: Sessions, finished: Iterable[str]
+    ) -> None:
         """Log what has changed since the last commit. When this returns, it outlives the process."""
         if not (self._dirty or self._ended or self.journal.is_open):
             return
@@ -216,21 +222,27 @@ class Durability:
         images = [[self._numbers[name], make_image(namespaces[name], sessions)] for name in dirty]
         self._dirty.clear()
         held = self.journal.held()
-        data = pack([self._ended, images])
+        data = pack([self._ended, images, list(finished) if self._ended else None])
         self._log.append(_COMMIT, _COMMIT_HEAD.pack(self.journal.number, len(held)), held, data)
         failpoint("server.commit.logged")
         self.journal.commit()
         ended = bool(self._ended)
         self._ended.clear()
         if ended or self._log.end > max(_LEAST, _GROWTH * self._least):
-            self.compact(namespaces, sessions)
+            self.compact(namespaces, sessions, finished)
 
     # ---------------------------------------------------------------- the log
 
-    def start(self, head: Head, namespaces: Mapping[str, Namespace], sessions: Sessions) -> None:
+    def start(
+        self,
+        head: Head,
+        namespaces: Mapping[str, Namespace],
+        sessions: Sessions,
+        finished: Iterable[str] = (),
+    ) -> None:
         """Begin a log of this process, with all that there is; from now on changes are logged."""
         self._head = head
-        self.compact(namespaces, sessions)
+        self.compact(namespaces, sessions, finished)
         if self._stored is not None:
             # The former log, what it does not name, and what was left behind between two steps.
             in_use = {f"{REGION}{number}" for number in self.memory.regions}
@@ -242,7 +254,9 @@ class Durability:
                 os.close(one.fd)
             self._stored = None
 
-    def compact(self, namespaces: Mapping[str, Namespace], sessions: Sessions) -> None:
+    def compact(
+        self, namespaces: Mapping[str, Namespace], sessions: Sessions, finished: Iterable[str]
+    ) -> None:
         """Replace the log by a new one with the present state, between two commits; drop memory that nothing needs."""
         assert self._head is not None
         former = self._log
@@ -265,7 +279,7 @@ class Durability:
             images.append([self._numbers[name], make_image(space, sessions)])
         self._dirty.clear()
         held = self.journal.held()
-        data = pack([[], images])
+        data = pack([[], images, list(finished)])
         log.append(_COMMIT, _COMMIT_HEAD.pack(self.journal.number, len(held)), held, data)
         failpoint("server.compact.written")
         # 2. From here on it counts.
@@ -321,6 +335,11 @@ class Durability:
         for record in self._stored.undo:
             undo = undo_rows if record.kind == _ROWS else undo_ranges
             self._undone += undo(self.memory, record.data)
+
+    @property
+    def finished(self) -> list[str]:
+        """The namespaces that have ended because all workers had finished, in an earlier process."""
+        return [] if self._stored is None else self._stored.finished
 
     def restore(
         self,

@@ -218,12 +218,13 @@ class Engine:
             space.begin()
             return space
 
+        self._finished = OrderedDict.fromkeys(self._durability.finished)
         self.namespaces = self._durability.restore(make_space, self._sessions, now)
 
     def begin_log(self, head: Head) -> None:
         """Log the present state, and from now on everything that changes, before it is answered."""
         assert self._durability is not None
-        self._durability.start(head, self.namespaces, self._sessions)
+        self._durability.start(head, self.namespaces, self._sessions, self._finished)
 
     def is_session(self, peer: bytes, token: int) -> bool:
         """Return whether the socket `peer` belongs to the open session with this token."""
@@ -245,7 +246,7 @@ class Engine:
         """
         out = self._handle(peer, request, now)
         if self._durability is not None:
-            self._durability.commit(self.namespaces, self._sessions)
+            self._durability.commit(self.namespaces, self._sessions, self._finished)
         return out
 
     def _handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
@@ -308,7 +309,7 @@ class Engine:
             elif silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
         if self._durability is not None:
-            self._durability.commit(self.namespaces, self._sessions)
+            self._durability.commit(self.namespaces, self._sessions, self._finished)
         return out
 
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
