@@ -1,0 +1,259 @@
+"""A job whose server is killed at failpoints and restarted: what the workers send is scripted, and sent again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import make_codec, torch_dtype
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
+from kvstore_server.optimizer import create
+from kvstore_server.optimizer.state import pack_states
+from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import pack_control
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, encode_rows
+from tests.support.durable import Crash, HeldDescriptors, durable_engine
+
+RUN = 1
+_NOW = 100.0
+
+
+@dataclass
+class Case:
+    """What the workers of a job do.
+
+    Args:
+        keys: The keys of each table.
+        optimizer: Its name and options; None: the sum replaces the weights.
+        codec: The encoding of gradients.
+        pull_codec: The encoding of new weights.
+        flags: Of each commit.
+        hold: The type of norm that is asked for, and then the sum is clipped.
+        rows: The rows that a rank gives of the first key of each table in a round, in place of the whole key.
+        is_pipelined: The ranks declare what they will commit, so that slices are applied one by one.
+        integers: Gradients are whole numbers, whose sums are exact in any order.
+    """
+
+    keys: Sequence[Sequence[TensorSpec]]
+    optimizer: tuple[str, dict[str, Any]] | None = None
+    codec: dict[str, Any] | None = None
+    pull_codec: dict[str, Any] | None = None
+    flags: int = m.WANTS_WEIGHTS
+    hold: float = 0.0
+    rows: Callable[[int, int], Sequence[int]] | None = None
+    is_pipelined: bool = False
+    integers: bool = False
+    mode: Mode = SYNCHRONOUS
+    ranks: int = 2
+    rounds: int = 4
+    hypers: Callable[[int], bytes] = lambda _: b""
+    whole_keys: bool = False
+    plans: list[Plan] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plans = [make_plan(list(keys), 1, self.whole_keys) for keys in self.keys]
+
+
+@dataclass
+class Job:
+    """A job and its server. With `store`, the server's state outlives it, and it is restarted after each Crash."""
+
+    case: Case
+    store: HeldDescriptors | None = None
+    crashes: int = 0
+
+    def __post_init__(self) -> None:
+        tokens = partial(random.Random(7).getrandbits, 64)
+        self.sessions: dict[int, int] = {}
+        self.answers: dict[tuple[int, int], list[m.ReplyBody]] = {}
+        if self.store is None:
+            self.engine = Engine(EngineConfig(run=RUN), tokens=tokens)
+        else:
+            self._start(tokens)
+
+    def run(self) -> None:
+        """Do all that the case says; each step again from its beginning after a crash."""
+        for step in self.steps():
+            requests = list(step)
+            while not self._has_done(requests):
+                pass
+
+    def _has_done(self, step: Sequence[tuple[int, int, m.RequestBody]]) -> bool:
+        for rank, number, body in step:
+            if isinstance(body, m.Hello) and rank in self.sessions:
+                self.sessions.pop(rank)
+            request = m.Request(RUN, self.sessions.get(rank, 0), number, body)
+            try:
+                out = self.engine.handle(b"%d" % rank, request, _NOW)
+            except Crash:
+                self.crashes += 1
+                self._start()
+                return False
+            for one in out:
+                self.answers.setdefault((int(one.peer), one.reply.number), []).append(one.reply.body)
+                if isinstance(one.reply.body, m.Welcome):
+                    self.sessions[rank] = one.reply.body.session
+        return True
+
+    def _start(self, tokens: Callable[[], int] | None = None) -> None:
+        assert self.store is not None
+        while True:
+            try:
+                self.engine = durable_engine(self.store, EngineConfig(run=RUN), now=_NOW, tokens=tokens)
+                return
+            except Crash:
+                self.crashes += 1
+
+    # ---------------------------------------------------------------- what the workers send
+
+    def steps(self) -> Iterator[Iterator[tuple[int, int, m.RequestBody]]]:
+        """The requests (rank, number, body), in steps after each of which nothing is open."""
+        case = self.case
+        yield self._begin()
+        for round_ in range(case.rounds + 1):
+            if case.mode.is_sync or not round_:
+                yield self._round(round_, range(case.ranks))
+            else:
+                for rank in range(case.ranks):
+                    yield self._round(round_, [rank])
+        yield iter([(rank, 9_000, m.Gather(0, 60.0, b"%d" % rank)) for rank in range(case.ranks)])
+
+    def _begin(self) -> Iterator[tuple[int, int, m.RequestBody]]:
+        case, mode = self.case, self.case.mode
+        for rank in range(case.ranks):
+            hello = m.Hello(
+                "job", rank, case.ranks, 0, 1, "", f"h{rank}", b"%d" % rank, (b"%d" % rank,), mode.name, mode.staleness
+            )  # fmt: skip
+            yield rank, 1, hello
+            if case.optimizer is not None:
+                name, options = case.optimizer
+                yield rank, 2, m.SetOptimizer(pack_control(create(name, **options).spec()))
+            form = b"" if case.pull_codec is None else pack_control(make_codec(case.pull_codec).spec())
+            for at, plan in enumerate(case.plans):
+                specs = tuple(tuple(spec) for spec in plan.specs)
+                yield rank, 3 + at, m.Register(f"t{at}", specs, case.whole_keys, delta_form=form)  # type: ignore[arg-type]
+
+    def _round(self, round_: int, ranks: Sequence[int]) -> Iterator[tuple[int, int, m.RequestBody]]:
+        case, first = self.case, 100 * (round_ + 1)
+        if case.is_pipelined and round_:
+            for rank in ranks:
+                yield rank, first + 50, self._commit(round_, rank, m.DECLARES_INTENT)
+        # 1. The slices, one by one, of all ranks in turn.
+        number = first
+        for table, plan in enumerate(case.plans):
+            for slice_ in plan.slices:
+                for rank in ranks:
+                    number += 1
+                    if round_ or rank == 0:
+                        yield rank, number, self._slice(round_, rank, table, slice_)
+        # 2. The commits, and if the sum is held, the decisions.
+        for rank in ranks:
+            yield rank, first + 50, self._commit(round_, rank, 0)
+        for rank in ranks if case.hold and round_ else ():
+            for table in range(len(case.plans)):
+                yield rank, first + 60 + table, m.Resolve(table, round_, 0.5, 1.5, False)
+        if case.flags & m.WANTS_DELTA:
+            return
+        for rank in ranks:
+            yield rank, first + 70, m.Pull(tuple(range(len(case.plans))))
+
+    def _slot(self, table: int, slice_: Slice) -> int:
+        return sum(len(plan.slices) for plan in self.case.plans[:table]) + slice_.index
+
+    def _values(self, round_: int, rank: int, table: int, slice_: Slice) -> Tensor:
+        seed = ((round_ * 31 + rank) * 31 + table) * 1009 + slice_.index
+        rng = np.random.default_rng(seed)
+        values = rng.integers(-8, 9, slice_.used) if self.case.integers else rng.standard_normal(slice_.used)
+        found = torch.zeros(slice_.length, dtype=torch_dtype(slice_.dtype))
+        found[: slice_.used] = torch.from_numpy(values.astype(np.float64))
+        return found
+
+    def _slice(self, round_: int, rank: int, table: int, slice_: Slice) -> m.Contribute:
+        case, plan = self.case, self.case.plans[table]
+        values, form = self._values(round_, rank, table, slice_), b""
+        if case.rows is not None and round_ and slice_.segments[0].key == 0:
+            width = plan.specs[0].shape[1]
+            ids = torch.tensor(list(case.rows(round_, rank)), dtype=torch.int64)
+            rows = RowSet(ids, values[: slice_.used].view(-1, width)[ids])
+            values, form = encode_rows(plan, slice_, {0: rows}), PACKED_ROWS
+        elif case.codec is not None and round_:
+            codec = make_codec(case.codec)
+            own = values[: slice_.used].float()
+            values = torch.empty(codec.encoded_nbytes(len(own), "float32"), dtype=torch.uint8)
+            codec.encode(own, torch.zeros_like(own), values, torch.empty_like(own))
+            form = pack_control(codec.spec())
+        pushes = m.matrix([(self._slot(table, slice_), round_, 0, values.nbytes)], m.PUSH_WORDS)
+        return m.Contribute(pushes, (values,), m.matrix((), m.COMMIT_WORDS), form)
+
+    def _commit(self, round_: int, rank: int, flags: int) -> m.Contribute:
+        case, commits = self.case, []
+        for table, plan in enumerate(case.plans):
+            given = len(plan.slices) if round_ or rank == 0 else 0
+            version = round_ - 1 if case.flags & m.WANTS_DELTA else -1
+            commits.append((table, round_, given, 0, version, case.flags | flags))
+        state = b"" if flags else b"state %d of %d" % (round_, rank)
+        return m.Contribute(
+            m.matrix((), m.PUSH_WORDS), (), m.matrix(commits, m.COMMIT_WORDS), timeout=600.0,
+            hyper=case.hypers(round_), hold=case.hold if round_ else 0.0, client_state=state,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- what the server has
+
+    def facts(self) -> dict[str, Any]:
+        """All that must not depend on crashes: rounds, weights, optimizer state, counts, and what workers were told."""
+        space = self.engine.namespaces["job"]
+        shard, found = space.shard, dict[str, Any]()
+        for table in space.tables:
+            unit, name = table.unit, table.name
+            slots = range(unit.first, unit.end)
+            found[name, "weights"] = [_bytes(shard.storage.padded[slot]) for slot in slots]
+            found[name, "state"] = [
+                _plain(pack_states(shard.get_state(unit, slice_.index))) for slice_ in unit.slices
+            ]
+            found[name, "counts"] = shard.counts[unit.first_key : unit.first_key + len(table.plan.specs)].tolist()
+            found[name, "round"] = space.rounds.shared.number(table.number)
+            found[name, "failed"] = space.rounds.shared.first_failed(np.array([table.number])).tolist()
+            found[name, "clocks"] = list(space.rounds.clocks(table.number))
+            found[name, "applied"] = table.rounds_applied, table.keys_applied
+            found[name, "hyper"] = table.hyper.sent()
+            if not self.case.is_pipelined:  # a round that begins again counts as a change
+                found[name, "version"] = table.version
+            if table.deltas is not None:
+                found[name, "workers"] = {slot: _bytes(one) for slot, one in table.deltas.weights.items()}
+            found[name, "reads"] = {
+                rank: [(one.version, [_bytes(w) for w in one.weights]) for one in reads]
+                for rank, reads in unit.reads.items()
+            }
+        lanes = space.rounds.lanes.items()
+        found["lanes"] = {rank: lane.numbers[: len(space.tables)].tolist() for rank, lane in lanes}
+        members = space.membership
+        found["barrier"] = members.barrier_sequence, members.gathered
+        found["members"] = sorted(members.members), members.departed
+        found["clients"] = space.client_states
+        found["optimizer"] = space.optimizer.sent()
+        return found
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _plain(packed: tuple[dict[str, Any], bytes]) -> Any:
+    """State without the order of its entries."""
+    summary, data = packed
+    tensors, at = {}, 0
+    for name, dtype, shape, index in summary["tensors"]:
+        size = int(np.prod(shape)) * torch_dtype(dtype).itemsize if dtype != "bool" else int(np.prod(shape))
+        tensors[name, index] = dtype, tuple(shape), data[at : at + size]
+        at += size
+    return summary["steps"], [dict(sorted(one.items())) for one in summary["entries"]], tensors
