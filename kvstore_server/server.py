@@ -152,7 +152,8 @@ def make_server(
             )
         else:
             stored = read_stored(kept)
-            durability = Durability(NotifySocket(address), stored)
+            names = [one.name for one in kept]
+            durability = Durability(NotifySocket(*address, names), stored)
             config = replace(config, restart_timeout=options.restart_timeout)
     if stored is not None:
         stored.head.check(config.server, config.num_servers, config.capability)

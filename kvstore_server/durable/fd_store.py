@@ -12,7 +12,7 @@ import fcntl
 import os
 import select
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -40,7 +40,7 @@ class DescriptorStore(Protocol):
         """Keep a duplicate of a descriptor; when this returns, it outlives the process. Raises RecoveryError."""
 
     def remove(self, name: str) -> None:
-        """Close what is kept under a name. Raises RecoveryError."""
+        """Close what is kept under a name; without effect if the store cannot be reached."""
 
 
 def inherited_descriptors(environ: MutableMapping[str, str], pid: int) -> list[Kept]:
@@ -72,13 +72,17 @@ class NotifySocket:
 
     Args:
         address: A path, or a name in the abstract namespace that begins with "@".
+        most: How many descriptors it keeps. It would drop further ones without a word.
+        names: Of what it keeps already.
 
     Raises:
         RecoveryError: Nothing listens there.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, most: int, names: Iterable[str] = ()) -> None:
         self._address = address
+        self._most = most
+        self._names = list(names)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.settimeout(_PROCESSED)
         try:
@@ -88,11 +92,19 @@ class NotifySocket:
             raise self._unreachable(error) from None
 
     def store(self, name: str, fd: int) -> None:
+        if len(self._names) >= self._most:
+            raise RecoveryError(
+                f"the supervisor at {self._address} keeps {self._most} descriptors (FDSTORE), and this server has as "
+                "many; allow more (FileDescriptorStoreMax= of systemd)"
+            )
+        self._names.append(name)
         self._send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={name}", fd)
         self._wait_until_read()
 
     def remove(self, name: str) -> None:
-        self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+        self._names = [one for one in self._names if one != name]
+        with suppress(RecoveryError):
+            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def close(self) -> None:
         self._socket.close()
@@ -129,13 +141,12 @@ class NotifySocket:
         return RecoveryError(f"the supervisor at {self._address} (NOTIFY_SOCKET) cannot be reached: {error}")
 
 
-def notify_address(environ: Mapping[str, str]) -> str | None:
-    """Return where a supervisor listens, if it keeps descriptors: it says so in FDSTORE, as systemd 254 and newer do.
+def notify_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return where a supervisor listens and how many descriptors it keeps; None if it keeps none.
 
-    Older versions of systemd do not set that variable, and a supervisor without it may drop what it is sent.
+    It says so in FDSTORE, as systemd 254 and newer do. A supervisor without it may drop what it is sent.
     """
     address, room = environ.get("NOTIFY_SOCKET", ""), environ.get("FDSTORE", "")
-    with suppress(ValueError):
-        if address.startswith(("/", "@")) and int(room) > 0:
-            return address
+    if address.startswith(("/", "@")) and room.isdecimal() and int(room):
+        return address, int(room)
     return None

@@ -79,7 +79,8 @@ class DurableMemory:
         """Return the region with that key; a new one, of zeros, if there is none.
 
         Raises:
-            RecoveryError: It has another size, or there is no memory, or the supervisor does not keep it.
+            RecoveryError: It has another size.
+            MemoryError: There is no memory, or the supervisor does not keep it.
         """
         found = self._by_key.get(key)
         if found is None:
@@ -98,7 +99,7 @@ class DurableMemory:
         try:
             fd = os.memfd_create("kvstore-durable", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            raise RecoveryError(f"there is no memory for {key}: {error}") from None
+            raise MemoryError(f"there is no memory for {key}: {error}") from None
         try:
             os.ftruncate(fd, max(nbytes, 1))
             # No seal against later writable mappings: the next process needs one. Workers get a descriptor that is
@@ -108,9 +109,13 @@ class DurableMemory:
             region = Region(self.last, key, fd)
         except (OSError, ValueError) as error:
             os.close(fd)
-            raise RecoveryError(f"there is no memory of {nbytes} bytes for {key}: {error}") from None
+            raise MemoryError(f"there is no memory of {nbytes} bytes for {key}: {error}") from None
         failpoint("server.memory.made")
-        self._store.store(f"{REGION}{region.number}", fd)
+        try:
+            self._store.store(f"{REGION}{region.number}", fd)
+        except RecoveryError as error:
+            os.close(fd)
+            raise MemoryError(f"{nbytes} bytes for {key} cannot be kept: {error}") from None
         failpoint("server.memory.stored")
         self._record(region.number, region.nbytes, key)
         self.add(region)

@@ -229,7 +229,13 @@ class Durability:
         ended = bool(self._ended)
         self._ended.clear()
         if ended or self._log.end > max(_LEAST, _GROWTH * self._least):
-            self.compact(namespaces, sessions, finished)
+            try:
+                self.compact(namespaces, sessions, finished)
+            except RecoveryError as error:  # the supervisor is gone: go on without one
+                self._least = self._log.end
+                _log.warning(
+                    "the log of this server's state grows, because a shorter one cannot be kept: %s", error
+                )
 
     # ---------------------------------------------------------------- the log
 

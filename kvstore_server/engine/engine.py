@@ -55,7 +55,6 @@ from kvstore_server.errors import (
     KVStoreError,
     PlanMismatchError,
     ProtocolError,
-    RecoveryError,
     RoundAbortedError,
     ServerLostState,
     ServerStoppingError,
@@ -389,10 +388,7 @@ class Engine:
         """Fail every wait because the server ends now, and notify every member; nothing is kept for a next process."""
         durability, self._durability = self._durability, None
         if durability is not None:
-            try:
-                durability.erase()
-            except RecoveryError as error:
-                _log.warning("what was stored for a restart is not removed: %s", error)
+            durability.erase()
         out: list[m.Outgoing] = []
         for space in self.namespaces.values():
             for pending in list(self._pending(space)):

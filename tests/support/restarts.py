@@ -220,7 +220,9 @@ class Job:
             found[name, "state"] = [
                 _plain(pack_states(shard.get_state(unit, slice_.index))) for slice_ in unit.slices
             ]
-            found[name, "counts"] = shard.counts[unit.first_key : unit.first_key + len(table.plan.specs)].tolist()
+            found[name, "counts"] = shard.counts[
+                unit.first_key : unit.first_key + len(table.plan.specs)
+            ].tolist()
             found[name, "round"] = space.rounds.shared.number(table.number)
             found[name, "failed"] = space.rounds.shared.first_failed(np.array([table.number])).tolist()
             found[name, "clocks"] = list(space.rounds.clocks(table.number))
