@@ -38,7 +38,7 @@ from kvstore_server.engine.image import (
 from kvstore_server.engine.membership import Sessions
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.engine.rounds import Mode
-from kvstore_server.errors import RecoveryError
+from kvstore_server.errors import KVStoreError, RecoveryError
 from kvstore_server.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
@@ -367,6 +367,8 @@ class Durability:
         for number, images in sorted(self._stored.spaces.items()):
             try:
                 space = self._restore_space(number, images, make_space, sessions, now)
+            except KVStoreError:
+                raise
             except (LookupError, TypeError, ValueError, AssertionError) as error:
                 raise RecoveryError(f"the state that was stored contradicts itself: {error!r}") from error
             found[space.name] = space

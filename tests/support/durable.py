@@ -45,14 +45,17 @@ class Crash(BaseException):
 
 
 @contextmanager
-def crash_at(name: str, nth: int = 1) -> Iterator[None]:
-    """Raise Crash in the block where a failpoint is reached for the nth time."""
+def crash_at(*points: tuple[str, int]) -> Iterator[None]:
+    """Raise Crash in the block where failpoints are reached for the nth time."""
 
     def crash(at: str) -> None:
         raise Crash(at)
 
     actions, armed = failpoints.ACTIONS["kill"], failpoints._armed
-    failpoints.ACTIONS["kill"], failpoints._armed = crash, Failpoints([Entry(name, None, nth)])
+    failpoints.ACTIONS["kill"], failpoints._armed = (
+        crash,
+        Failpoints([Entry(name, None, nth) for name, nth in points]),
+    )
     try:
         yield
     finally:

@@ -16,12 +16,14 @@ from kvstore_server.codec import make_codec, torch_dtype
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
+from kvstore_server.engine.table import Table
 from kvstore_server.optimizer import create
 from kvstore_server.optimizer.state import pack_states
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, encode_rows
+from kvstore_server.transport.arena import Leases
 from tests.support.durable import Crash, HeldDescriptors, durable_engine
 
 RUN = 1
@@ -70,6 +72,7 @@ class Job:
 
     case: Case
     store: HeldDescriptors | None = None
+    leases: Leases | None = None
     crashes: int = 0
 
     def __post_init__(self) -> None:
@@ -85,11 +88,22 @@ class Job:
         """Do all that the case says; each step again from its beginning after a crash."""
         for step in self.steps():
             requests = list(step)
-            while not self._has_done(requests):
+            while not self.send(requests):
                 pass
 
-    def _has_done(self, step: Sequence[tuple[int, int, m.RequestBody]]) -> bool:
-        for rank, number, body in step:
+    def ask(self, rank: int, body: m.RequestBody) -> list[m.ReplyBody]:
+        """Send a request that answers itself; the answers."""
+        self.answers.pop((rank, 99_999), None)
+        while not self.send([(rank, 99_999, body)]):
+            pass
+        return self.answers.get((rank, 99_999), [])
+
+    def leave(self, rank: int) -> None:
+        self.ask(rank, m.Leave("done", True))
+
+    def send(self, requests: Sequence[tuple[int, int, m.RequestBody]]) -> bool:
+        """Send requests; return False if the server was killed and restarted meanwhile."""
+        for rank, number, body in requests:
             if isinstance(body, m.Hello) and rank in self.sessions:
                 self.sessions.pop(rank)
             request = m.Request(RUN, self.sessions.get(rank, 0), number, body)
@@ -109,7 +123,9 @@ class Job:
         assert self.store is not None
         while True:
             try:
-                self.engine = durable_engine(self.store, EngineConfig(run=RUN), now=_NOW, tokens=tokens)
+                self.engine = durable_engine(
+                    self.store, EngineConfig(run=RUN), self.leases, now=_NOW, tokens=tokens
+                )
                 return
             except Crash:
                 self.crashes += 1
@@ -208,6 +224,19 @@ class Job:
         )  # fmt: skip
 
     # ---------------------------------------------------------------- what the server has
+
+    def weights(self) -> dict[int, list[bytes]]:
+        """The weights of each table, by slot."""
+        shard, tables = self.engine.namespaces["job"].shard, self.engine.namespaces["job"].tables
+        return {
+            t.number: [_bytes(shard.storage.padded[slot]) for slot in range(t.unit.first, t.unit.end)]
+            for t in tables
+        }
+
+    def former(self, table: Table) -> list[bytes]:
+        """The weights of a table before its last round."""
+        found = [table.shard.former_weights(table.unit, slice_.index) for slice_ in table.unit.slices]
+        return [b"" if one is None else _bytes(one) for one in found]
 
     def facts(self) -> dict[str, Any]:
         """All that must not depend on crashes: rounds, weights, optimizer state, counts, and what workers were told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
@@ -236,7 +237,7 @@ def test_ranges_give_each_number_once(added: list[tuple[int, int]]) -> None:
         known |= set(news)
         parts = ranges.parts()
         assert [at for first, end in parts for at in range(first, end)] == sorted(known)
-        assert all(a[1] < b[0] for a, b in zip(parts, parts[1:], strict=False))
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(parts))
 
 
 CHANGES = st.lists(

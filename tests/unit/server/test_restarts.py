@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import functools
+import os
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvstore_server.engine import pipelined
+from kvstore_server.engine import durability
 from kvstore_server.engine.agreed_options import pack_hypers
+from kvstore_server.engine.durability import Head
 from kvstore_server.engine.rounds import Mode
+from kvstore_server.errors import RecoveryError, UnknownNameError
 from kvstore_server.failpoints import POINTS
+from kvstore_server.optimizer import create, registry
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import pack_control
+from kvstore_server.transport.arena import Leases
 from tests.sim.schedule import Cautious
 from tests.support.durable import HeldDescriptors, crash_at
 from tests.support.restarts import Case, Job
@@ -61,6 +69,16 @@ CASES = {
     "delay compensation": Case([[VECTOR]], ("dcasgd", {}), mode=Mode("async")),
     "thousand keys": Case([[TensorSpec(f"k{at}", (3,), "float32") for at in range(300)]], ("sgd", {})),
 }
+FEW = (
+    "momentum",
+    "lamb",
+    "rows",
+    "one that may raise",
+    "encoded weights",
+    "slice by slice",
+    "delay compensation",
+)
+"""Cases that differ in how their state is stored."""
 SERVER_POINTS = sorted(name for name in POINTS if name.startswith("server."))
 
 
@@ -94,8 +112,211 @@ def test_durability_changes_no_bit(name: str, store: HeldDescriptors) -> None:
 def test_a_killed_server_ends_like_one_that_was_not(
     name: str, point: str, nth: int, store: HeldDescriptors
 ) -> None:
-    with crash_at(point, nth):
+    with crash_at((point, nth)):
         job = Job(CASES[name], store)
         job.run()
     assert job.facts() == undisturbed(name)
     assert Job(CASES[name], store).facts() == undisturbed(name)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("point", [one for one in SERVER_POINTS if "recovery" in one])
+@pytest.mark.parametrize("name", FEW)
+def test_a_server_that_is_killed_while_it_restarts_begins_that_again(
+    name: str, point: str, nth: int, store: HeldDescriptors
+) -> None:
+    with crash_at(("server.update.end", 2), (point, nth)):
+        job = Job(CASES[name], store)
+        job.run()
+    assert job.facts() == undisturbed(name)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 9])
+@pytest.mark.parametrize(
+    "point", [one for one in SERVER_POINTS if "compact" in one or "memory" in one or "log" in one]
+)
+@pytest.mark.parametrize("name", FEW)
+def test_a_server_that_is_killed_while_its_log_is_replaced_loses_nothing(
+    name: str, point: str, nth: int, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durability, "_LEAST", 1)
+    monkeypatch.setattr(durability, "_GROWTH", 1)
+    with crash_at((point, nth)):
+        job = Job(CASES[name], store)
+        job.run()
+    assert job.facts() == undisturbed(name)
+    Job(CASES[name], store)
+    assert len([one.name for one in store.fds if "log" in one.name]) == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", CASES)
+def test_a_server_that_is_killed_again_and_again_ends_like_one_that_was_not(
+    name: str, seed: int, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durability, "_LEAST", 1)
+    monkeypatch.setattr(durability, "_GROWTH", 1 + seed % 3)
+    rng = random.Random(seed)
+    points = [(rng.choice(SERVER_POINTS), rng.randrange(1, 12)) for _ in range(8)]
+    with crash_at(*points):
+        job = Job(CASES[name], store)
+        job.run()
+    assert job.facts() == undisturbed(name)
+
+
+@pytest.mark.parametrize("point", SERVER_POINTS)
+def test_each_point_is_reached(point: str, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashes = 0
+    for name in ("momentum", "rows"):
+        other = ("server.update.end", 2) if "recovery" in point else ("server.update.begin", 999)
+        with crash_at(other, (point, 1)):
+            job = Job(CASES[name], HeldDescriptors())
+            job.run()
+            for rank in range(job.case.ranks):
+                job.leave(rank)
+        crashes += job.crashes - ("recovery" in point)
+        assert job.store is not None
+        job.store.close()
+    assert crashes > 0
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_random_damage_of_what_was_stored_is_refused() -> None:
+    job = Job(CASES["momentum"], HeldDescriptors())
+    job.run()
+    assert job.store is not None
+    expected, rng = undisturbed("momentum"), random.Random(3)
+    [log] = [one for one in job.store.fds if "log" in one.name]
+    whole = os.pread(log.fd, os.fstat(log.fd).st_size, 0)
+    for _ in range(300):
+        at = rng.randrange(len(whole))
+        os.pwrite(log.fd, bytes([whole[at] ^ 1 << rng.randrange(8)]), at)
+        with pytest.raises(RecoveryError):
+            Job(job.case, job.store)
+        os.pwrite(log.fd, whole, 0)
+    assert Job(job.case, job.store).facts() == expected
+    job.store.close()
+
+
+@pytest.mark.parametrize("what", ["missing", "short"])
+def test_memory_that_is_not_there_is_an_error(what: str, store: HeldDescriptors) -> None:
+    Job(CASES["sgd"], store).run()
+    [one] = [kept for kept in store.fds if kept.name == "kvstore-memory-1"]
+    store.remove(one.name)
+    if what == "short":
+        fd = os.memfd_create("short")
+        os.ftruncate(fd, 8)
+        store.store(one.name, fd)
+        os.close(fd)
+    with pytest.raises(RecoveryError, match="memory 1 "):
+        Job(CASES["sgd"], store)
+
+
+@pytest.mark.parametrize(
+    ("mine", "named"),
+    [((1, 2, ""), "--index"), ((0, 3, ""), "--num-servers"), ((0, 2, "avx"), "the CPU")],
+)
+def test_another_server_does_not_take_what_was_stored(mine: tuple[int, int, str], named: str) -> None:
+    head = Head(0, 2, "", 5, "tcp://127.0.0.1:1")
+    head.check(0, 2, "")
+    with pytest.raises(RecoveryError, match=named):
+        head.check(*mine)
+
+
+def test_an_optimizer_that_is_not_known_any_more_is_an_error_by_name(
+    store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Job(CASES["one that may raise"], store).run()
+    monkeypatch.delitem(registry._registry, Cautious.name)
+    with pytest.raises(UnknownNameError, match=Cautious.name):
+        Job(CASES["one that may raise"], store)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_the_memory_of_a_namespace_that_ends_is_given_back(store: HeldDescriptors) -> None:
+    job = Job(CASES["adam"], store)
+    job.run()
+    assert len(store.fds) > 3
+    for rank in range(2):
+        job.leave(rank)
+    assert [one.name.rpartition("-")[0] for one in store.fds] == ["kvstore-log"]
+    assert not Job(CASES["adam"], store).engine.namespaces
+
+
+def test_a_server_that_stops_leaves_nothing(store: HeldDescriptors) -> None:
+    job = Job(CASES["adam"], store)
+    job.run()
+    job.engine.stop()
+    job.engine.abandon(200.0)
+    assert store.fds == []
+
+
+def test_memory_of_an_optimizer_that_was_replaced_is_given_back(store: HeldDescriptors) -> None:
+    job = Job(CASES["adam"], store)
+    job.run()
+    before = len(store.fds)
+    for rank in range(2):
+        job.ask(rank, m.SetOptimizer(pack_control(create("sgd").spec())))
+    job = Job(CASES["sgd"], store)
+    assert len(store.fds) == before - 4  # two averages, and their shadows
+    [table] = job.engine.namespaces["job"].tables
+    assert table.shard.get_state(table.unit, 0).tensors == {}
+
+
+def test_weights_of_the_round_before_are_kept_over_a_restart(store: HeldDescriptors) -> None:
+    case = CASES["momentum"]
+    job, before = Job(case, store), dict[int, list[bytes]]()
+    steps = list(job.steps())
+    for step in steps[:-1]:
+        for one in step:
+            before = before if not isinstance(one[2], m.Contribute) or len(one[2].commits) else job.weights()
+            assert job.send([one])
+    for now in (job, Job(case, store)):
+        tables = now.engine.namespaces["job"].tables
+        former = [now.former(table) for table in tables]
+        assert former == [before[table.number] for table in tables]
+
+
+def test_weights_of_the_round_before_are_not_kept_for_rows(store: HeldDescriptors) -> None:
+    job = Job(CASES["rows of sgd"], store)
+    job.run()
+    [table] = job.engine.namespaces["job"].tables
+    assert table.shard.former_weights(table.unit, 0) is None
+
+
+def test_weights_that_moved_because_they_are_read_survive(store: HeldDescriptors) -> None:
+    case = CASES["momentum"]
+    leases = Leases()
+    job = Job(case, store, leases=leases)
+    for step in list(job.steps())[:3]:
+        assert job.send(list(step))
+    storage = job.engine.namespaces["job"].shard.storage
+    for slot in range(len(storage.slots)):
+        leases.hold(storage.padded[slot])
+    job.run()
+    assert storage.has_moved
+    assert job.facts() == undisturbed("momentum")
+    again = Job(case, store)
+    assert again.facts() == undisturbed("momentum")
+    assert not again.engine.namespaces["job"].shard.storage.has_moved
+
+
+def test_a_rank_that_was_taken_over_stays_fenced_after_a_restart(store: HeldDescriptors) -> None:
+    job = Job(CASES["sgd"], store)
+    job.run()
+    hello = next(body for _, _, body in next(job.steps()) if isinstance(body, m.Hello))
+    former = job.sessions[0]
+    [welcome] = job.ask(0, replace(hello, nonce=b"another"))
+    assert isinstance(welcome, m.Welcome)
+    again = Job(CASES["sgd"], store)
+    again.sessions = {0: former}
+    [answer] = again.ask(0, m.Heartbeat())
+    assert isinstance(answer, m.Failed)
+    assert answer.code == "FencedError"
+    again.sessions = {0: welcome.session}
+    assert again.ask(0, m.Heartbeat()) == [m.Pending(())]
+    assert again.ask(0, replace(hello, nonce=b"another")) == [welcome]
