@@ -24,8 +24,8 @@ from kvstore_server.failpoints import failpoint
 VERSION = 1
 """Of what the log contains; a server reads only its own."""
 _MAGIC = b"KVLOG\0" + struct.pack("<H", VERSION)
-_END, _GENERATION, _HEAD = struct.Struct("<Q"), struct.Struct("<QII"), struct.Struct("<III")
-_SEED = struct.Struct("<QQII")
+_END, _GENERATION, _HEAD = struct.Struct("<Q"), struct.Struct("<QII"), struct.Struct("<QII")
+_SEED = struct.Struct("<QQQI")
 _FIRST = 32
 _END_AT, _GENERATION_AT = 8, 16
 _SHIFT = 24

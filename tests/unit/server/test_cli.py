@@ -50,6 +50,8 @@ def test_a_variable_gives_a_flags_default_and_the_flag_wins(flag: str) -> None:
         (["--threads", "0"], "--threads must be above 0"),
         (["--index", "2", "--num-servers", "2"], "--index 2 is not one of 2 servers"),
         (["--log", "loud"], "--log must be debug"),
+        (["--durability", "disk"], "--durability must be off or process, got 'disk'"),
+        (["--restart-timeout", "0"], "--restart-timeout must be above 0"),
         (["--bind", "tcp://0.0.0.0:0"], "add --allow-public-bind"),
         (["--bind", "tcp://*:0"], "add --allow-public-bind"),
         (["--bind", "tcp://[::]:0"], "add --allow-public-bind"),
@@ -96,7 +98,7 @@ def test_weights_stay_together_where_a_server_listens_for_its_own_host_alone(
 ) -> None:
     configs: list[EngineConfig] = []
 
-    def refuse(config: EngineConfig, *_: object) -> None:
+    def refuse(config: EngineConfig, *_: object, **__: object) -> None:
         configs.append(config)
         raise ConfigurationError("this test needs no server")
 

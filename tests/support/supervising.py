@@ -1,0 +1,110 @@
+"""The store side of systemd's file descriptor store, for servers that a test kills and starts again."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.processes import ROOT
+
+_START = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.execv(sys.argv[1], sys.argv[1:])"
+_READY, _SPARE = 100, 200
+"""Descriptors in the child: where it writes its address, and where others lie until they are in order."""
+
+
+class Supervisor:
+    """Keeps descriptors of one server, and starts it with them. Use `supervising`.
+
+    Attributes:
+        kept: (name, descriptor), in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, int]] = []
+        self._name = f"kvstore-test-{secrets.token_hex(8)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"\0{self._name}")
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"NOTIFY_SOCKET": f"@{self._name}", "FDSTORE": "4096"}
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.kept]
+
+    def start(self, *flags: str) -> tuple[subprocess.Popen[bytes], str]:
+        """Start a server with what is kept; return it, and its address."""
+        end, ready = os.pipe()
+        kept = list(self.kept)
+        told = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
+
+        def put() -> None:
+            for at, fd in enumerate([ready, *(fd for _, fd in kept)]):
+                os.dup2(fd, _SPARE + at)
+            os.dup2(_SPARE, _READY, inheritable=True)
+            for at in range(len(kept)):
+                os.dup2(_SPARE + 1 + at, 3 + at, inheritable=True)
+
+        server = [
+            sys.executable,
+            "-m",
+            "kvstore_server",
+            "--durability",
+            "process",
+            "--ready-fd",
+            str(_READY),
+            *flags,
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START, *server],
+            env={**os.environ, **self.environment, **(told if kept else {})},
+            preexec_fn=put,
+            close_fds=False,
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+        )
+        os.close(ready)
+        with os.fdopen(end) as lines:
+            return process, lines.readline().strip()
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"STOP=1", f"\0{self._name}")
+        self._reader.join()
+        self._socket.close()
+        for _, fd in self.kept:
+            os.close(fd)
+
+    def _read(self) -> None:
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._socket, 4096, 4)
+            told = dict(line.split("=", 1) for line in data.decode().split("\n"))
+            if "STOP" in told:
+                return
+            if told.get("FDSTORE") == "1":
+                self.kept += [(told["FDNAME"], fd) for fd in fds]
+                continue
+            if told.get("FDSTOREREMOVE") == "1":
+                gone = [one for one in self.kept if one[0] == told["FDNAME"]]
+                self.kept = [one for one in self.kept if one not in gone]
+                fds += [fd for _, fd in gone]
+            for fd in fds:
+                os.close(fd)
+
+
+@contextmanager
+def supervising() -> Iterator[Supervisor]:
+    supervisor = Supervisor()
+    try:
+        yield supervisor
+    finally:
+        supervisor.close()
