@@ -20,8 +20,6 @@ from kvstore_server.errors import RecoveryError
 
 PREFIX = "kvstore-"
 """Names of our descriptors begin with this; others are left alone."""
-_FIRST = 3
-"""The first descriptor that a supervisor passes."""
 _PROCESSED = 10.0
 """Seconds that the supervisor gets to read what it was sent."""
 
@@ -43,8 +41,11 @@ class DescriptorStore(Protocol):
         """Close what is kept under a name; without effect if the store cannot be reached."""
 
 
-def inherited_descriptors(environ: MutableMapping[str, str], pid: int) -> list[Kept]:
+def inherited_descriptors(environ: MutableMapping[str, str], pid: int, first: int = 3) -> list[Kept]:
     """Return our descriptors among those passed to the process `pid`, and remove the variables that name them.
+
+    Args:
+        first: The first descriptor that a supervisor passes.
 
     Raises RecoveryError if the variables contradict each other.
     """
@@ -56,7 +57,7 @@ def inherited_descriptors(environ: MutableMapping[str, str], pid: int) -> list[K
         raise RecoveryError(
             f"LISTEN_FDS={told['LISTEN_FDS']} does not fit the {len(names)} names in LISTEN_FDNAMES"
         )
-    kept = [Kept(name, fd) for fd, name in enumerate(names, _FIRST) if name.startswith(PREFIX)]
+    kept = [Kept(name, fd) for fd, name in enumerate(names, first) if name.startswith(PREFIX)]
     for one in kept:
         try:
             fcntl.fcntl(one.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -46,6 +47,8 @@ class Log:
 
     def __init__(self, fd: int, generation: int) -> None:
         self.fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
+        self.close.atexit = False
         self.generation = generation
         self.end = _FIRST
         checksum = zlib.crc32(_MAGIC + _GENERATION.pack(generation, 0, 0))
@@ -67,9 +70,6 @@ class Log:
     def _publish(self) -> None:
         # One store of eight bytes in one page: a process that is killed has written all of them or none.
         os.pwrite(self.fd, _END.pack(_packed_end(self.end, self.generation)), _END_AT)
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 def read_generation(fd: int) -> int:

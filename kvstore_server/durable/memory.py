@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -34,12 +35,14 @@ class Region:
     Attributes:
         number: Identifies it among all regions that a server ever had.
         key: What it is for.
-        fd: Open as long as the region is kept.
+        fd: Open as long as the region exists, or until `close`.
         bytes: The memory; `data` is the same memory as a tensor. It stays mapped as long as one of them is referenced.
     """
 
     def __init__(self, number: int, key: str, fd: int) -> None:
         self.number, self.key, self.fd = number, key, fd
+        self.close = weakref.finalize(self, os.close, fd)
+        self.close.atexit = False
         mapping = SharedArena(os.dup(fd), number)
         self.bytes: Bytes = mapping.bytes
         self.data: Tensor = mapping.data
@@ -101,6 +104,7 @@ class DurableMemory:
         except OSError as error:
             raise MemoryError(f"there is no memory for {key}: {error}") from None
         try:
+            region = None
             os.ftruncate(fd, max(nbytes, 1))
             # No seal against later writable mappings: the next process needs one. Workers get a descriptor that is
             # open for reading only, and the mode keeps them from opening it again by mistake.
@@ -108,13 +112,13 @@ class DurableMemory:
             os.fchmod(fd, _OWNER_READS)
             region = Region(self.last, key, fd)
         except (OSError, ValueError) as error:
-            os.close(fd)
+            if region is None:
+                os.close(fd)
             raise MemoryError(f"there is no memory of {nbytes} bytes for {key}: {error}") from None
         failpoint("server.memory.made")
         try:
             self._store.store(f"{REGION}{region.number}", fd)
         except RecoveryError as error:
-            os.close(fd)
             raise MemoryError(f"{nbytes} bytes for {key} cannot be kept: {error}") from None
         failpoint("server.memory.stored")
         self._record(region.number, region.nbytes, key)
@@ -150,7 +154,7 @@ class DurableMemory:
             del self._addresses[at], self._by_address[at]
             failpoint("server.memory.drop")
             self._store.remove(f"{REGION}{number}")
-            os.close(region.fd)
+            region.close()
 
 
 def typed(memory: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

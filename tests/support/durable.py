@@ -71,12 +71,19 @@ def durable_engine(
 ) -> Engine:
     """The engine of a server that begins, or that continues with what is held."""
     config = config or EngineConfig()
-    stored = read_stored(store.passed())
-    run = config.run if stored is None else stored.head.run
-    durability, config = Durability(store, stored), replace(config, run=run, restart_timeout=60.0)
-    others = {} if tokens is None else {"tokens": tokens}
-    engine = Engine(config, leases, durability=durability, **others)
-    if stored is not None:
-        engine.restore(now)
-    engine.begin_log(Head(config.server, config.num_servers, config.capability, run, "tcp://127.0.0.1:1"))
+    kept = store.passed()
+    try:
+        stored = read_stored(kept)
+        run = config.run if stored is None else stored.head.run
+        durability, config = Durability(store, stored), replace(config, run=run, restart_timeout=60.0)
+        others = {} if tokens is None else {"tokens": tokens}
+        engine = Engine(config, leases, durability=durability, **others)
+        if stored is not None:
+            engine.restore(now)
+        head = Head(config.server, config.num_servers, config.capability, run, "tcp://127.0.0.1:1")
+        engine.begin_log(head)
+    except BaseException:
+        for one in kept:
+            os.close(one.fd)
+        raise
     return engine

@@ -63,14 +63,14 @@ def held() -> Iterator[Held]:
 
 def test_only_own_descriptors_of_this_process_are_inherited() -> None:
     fd = os.memfd_create("x")
-    os.dup2(fd, 3) if fd != 3 else None
     variables = {"LISTEN_PID": "7", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "kvstore-log-1:http", "OTHER": "1"}
     environ = dict(variables)
-    assert inherited_descriptors(environ, 8) == []
+    assert inherited_descriptors(environ, 8, fd) == []
     assert environ == {"OTHER": "1"}
     environ = dict(variables)
-    assert inherited_descriptors(environ, 7) == [Kept("kvstore-log-1", 3)]
+    assert inherited_descriptors(environ, 7, fd) == [Kept("kvstore-log-1", fd)]
     assert environ == {"OTHER": "1"}
+    os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def written(*records: tuple[int, bytes], generation: int = 3) -> int:
     log = Log(os.memfd_create("log"), generation)
     for kind, data in records:
         log.append(kind, data[:1], data[1:])
-    return log.fd
+    return os.dup(log.fd)
 
 
 RECORDS = [(1, b"what"), (2, b""), (7, bytes(range(256))), (2, b"last")]
