@@ -5,6 +5,10 @@ sends because ZeroMQ sockets belong to one thread. Once a session is open, messa
 through a `Channel` in shared memory instead, except for optimizer states, which are too long. If there is no channel,
 or it breaks, they go over ZeroMQ; what was lost with it is requested again by the session.
 
+A server that is restarted when its process ends gets new sockets and a new channel (`reconnect`, `reopen`), so nothing
+of the old process is mixed with what its successor sends. Over TCP the end of a connection is known from ZeroMQ's
+monitor of the socket.
+
 Requests wait in one heap per server, by priority, until the channel or the socket takes them. Over ZeroMQ a `Window`
 limits how much of a round is on its way. All sockets, channels and process descriptors are in one poller.
 
@@ -22,7 +26,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -58,9 +62,12 @@ _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 _COPIED = 512 << 10
 """Frames of at least this many bytes are sent without a copy; shorter ones are copied, which is faster."""
-_FILES, _FILES_PER_SERVER = 8, 12
-"""Files that a connection opens at most, and those for each server: sockets with their wake-up descriptors, and on the
-same host a channel with its memory and the server's process."""
+_FILES, _FILES_PER_SERVER = 8, 14
+"""Files that a connection opens at most, and those for each server: sockets with their wake-up descriptors and a
+monitor, and on the same host a channel with its memory and the server's process."""
+_RETRY_MS = 50
+"""The time between two attempts to connect; it doubles up to `_MOST_RETRY_MS` where no server is expected soon."""
+_MOST_RETRY_MS = 1000
 _REDIRECTED = (errno.ECONNREFUSED, errno.ENOSYS)
 """Errors which mean that the server is not on this host, or which leave that open."""
 
@@ -132,6 +139,12 @@ class Connection(Transport):
         self._ends: dict[int, int] = {}
         """Descriptor of a process that runs → its server."""
         self.ended: set[int] = set()
+        self._restartable: Collection[int] = ()
+        self.disconnected: set[int] = set()
+        self._monitors: dict[Any, int] = {}
+        """Socket that tells when the connection to a restartable server is closed → its server."""
+        self._num_monitors = 0
+        self._water_mark = water_mark
         self._heartbeats: _Heartbeats | None = None
         self._is_closed = False
 
@@ -148,6 +161,8 @@ class Connection(Transport):
 
     def _flush(self, server: int) -> None:
         queue = self._queues[server]
+        if self._restartable and (server in self.disconnected or server in self.ended):
+            return  # until it is known that the server is gone, or was shut down
         while queue:
             # The most urgent first, through shared memory if there is any.
             urgency, number, request = queue[0]
@@ -223,6 +238,11 @@ class Connection(Transport):
                 if ready in self._ends:
                     self._poller.unregister(ready)
                     self.ended.add(self._ends.pop(ready))
+                    has_ended = True
+                    continue
+                if ready in self._monitors:
+                    _read_all(ready)
+                    self.disconnected.add(self._monitors[ready])
                     has_ended = True
                     continue
                 if event & _OUT and ready in self._index:
@@ -319,12 +339,21 @@ class Connection(Transport):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return self._ids[server]
 
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
+    def begin(
+        self,
+        sessions: Sequence[tuple[int, int]],
+        report: Callable[[], bytes] = bytes,
+        restartable: Collection[int] = (),
+    ) -> None:
         """Share memory with servers of this host and watch them; begin to send signs of life to all.
 
         Raises:
             ConfigurationError: the transport is "shm", and some server is not on this host.
         """
+        self._restartable = restartable
+        for server in restartable:
+            # A connection that is made only now is one to another process than the one that has welcomed this worker.
+            self._monitor(server, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         for server, (run, session) in enumerate(sessions):
             if self._transport != "tcp":
                 self._share_memory(server, run, session)
@@ -332,6 +361,60 @@ class Connection(Transport):
         if len(self._channels) < self.num_servers:
             keep_free_memory()
         self._heartbeats = _Heartbeats(self._heartbeat_sockets, sessions, report)
+
+    def _monitor(self, server: int, events: int) -> None:
+        with suppress(
+            zmq.ZMQError
+        ):  # too many open files: requests that are not answered are repeated all the same
+            self._num_monitors += 1
+            monitor = self._sockets[server].get_monitor_socket(events, f"inproc://{self._num_monitors}")
+            self._monitors[monitor] = server
+            self._poller.register(monitor, _IN)
+
+    def _end_monitor(self, server: int) -> None:
+        for monitor in [one for one, of in self._monitors.items() if of == server]:
+            del self._monitors[monitor]
+            self._poller.unregister(monitor)
+            self._sockets[server].disable_monitor()
+            monitor.close(linger=0)
+
+    def reconnect(self, server: int) -> None:
+        # 1. The old process's channel, socket and monitor, with all that is on its way.
+        if server in self._channels:
+            self._lose_channel(server, ConnectionResetError("it is restarted"))
+        self._end_monitor(server)
+        former = self._sockets[server]
+        self._poller.unregister(former)
+        del self._index[former]
+        former.close(linger=0)
+        for fd in [one for one, of in self._ends.items() if of == server]:
+            self._poller.unregister(fd)
+            del self._ends[fd]
+        # 2. What is known of it; how its process ended may still be asked.
+        self._queues[server].clear()
+        self._windows[server] = Window()
+        self._windows[server].polls_only = self._polls_only
+        for known in (self._answered, self._leaving, self.ended, self.disconnected):
+            known.discard(server)
+        # 3. A new socket, which tries to connect at short intervals.
+        address, own = self._addresses[server], self._ids[server][0]
+        socket = _connect_dealer(self._context, address, own, sent=self._water_mark, most_retry_ms=0)
+        self._sockets[server] = socket
+        self._index[socket] = server
+        self._poller.register(socket, _IN)
+        self._monitor(server, zmq.EVENT_DISCONNECTED)
+
+    def reopen(self, server: int, run: int, session: int) -> bool:
+        if self._transport != "tcp":
+            try:
+                self._share_memory(server, run, session)
+            except ConfigurationError:
+                return False  # only "shm" is allowed, and it may be possible later
+        former = self._processes.pop(server, None)
+        if former is not None:
+            former.close()
+        self._watch(server, run, session)
+        return True
 
     def _share_memory(self, server: int, run: int, session: int) -> None:
         try:
@@ -365,7 +448,7 @@ class Connection(Transport):
 
     def _lose_channel(self, server: int, error: Exception) -> None:
         channel = self._channels.pop(server)
-        is_over = self._is_closed or self._is_going(server)
+        is_over = self._is_closed or self._is_going(server) or server in self._restartable
         level = logging.DEBUG if is_over else logging.WARNING
         _log.log(level, "messages to %s go over tcp from now on: %s", self.describe(server), error)
         del self._index[channel.fileno()]
@@ -389,6 +472,8 @@ class Connection(Transport):
                 socket.close(linger=0)
         for fd in self._ends:
             self._poller.unregister(fd)
+        for server in list(self._monitors.values()):
+            self._end_monitor(server)
         for server, socket in enumerate(self._sockets):
             if server in self._answered:
                 self._drain(server)
@@ -413,6 +498,12 @@ class Connection(Transport):
                     with suppress(ProtocolError):
                         self._reply_of(self._index[ready], ready)
             self._flush(server)
+
+
+def _read_all(socket: Any) -> None:
+    with suppress(zmq.Again):
+        while True:
+            socket.recv_multipart(_NOW)
 
 
 def _room_for(request: m.Request) -> int:
@@ -466,15 +557,25 @@ class _Heartbeats:
                 socket.send_multipart(encode(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
 
 
-def _connect_dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:
-    """Connect a DEALER socket. It queues at most this many messages each way; 0 means no limit."""
+def _connect_dealer(
+    context: Any,
+    address: str,
+    own: bytes,
+    sent: int = 0,
+    received: int = 0,
+    most_retry_ms: int = _MOST_RETRY_MS,
+) -> Any:
+    """Connect a DEALER socket. It queues at most this many messages each way; 0 means no limit.
+
+    The time between two attempts to connect doubles up to `most_retry_ms`; 0: it stays.
+    """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, own)
     socket.setsockopt(zmq.SNDHWM, sent)
     socket.setsockopt(zmq.RCVHWM, received)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, most_retry_ms)
     prepare(socket, address)
     socket.connect(address)
     return socket

@@ -47,7 +47,10 @@ class IncomingWeights:
         self, layout: ServerLayout, memory: GatheredSlices, open_tables: Collection[int], are_wanted: bool
     ) -> None:
         self._layout, self._memory = layout, memory
+        self._mapped = layout.mapped
+        """The slices that the server may call unmoved: those that were mapped when the request was made."""
         self.open = open_tables
+        self.are_wanted = are_wanted
         self.has_intent = False
         """Weights may come before all slices are sent, so they must not be stored where those are."""
         self.num_pending: list[int] = layout.num_resident.tolist() if are_wanted else [0] * len(layout.tables)
@@ -157,7 +160,7 @@ class IncomingWeights:
         finished = list[int]()
         for slot, version, place in places.tolist():
             at = self._layout.slots.get(slot)
-            if at is not None and place == m.SAME_PLACE and self._layout.mapped is not None:
+            if at is not None and place == m.SAME_PLACE and self._mapped is not None:
                 finished += self._receive_unmoved(self._layout.table[at], version)
             elif at is not None and self._is_pending[at]:
                 table = self._layout.table[at]
@@ -170,7 +173,7 @@ class IncomingWeights:
         return finished
 
     def _receive_unmoved(self, table: int, version: int) -> list[int]:
-        pending, mapped = np.frombuffer(self._is_pending, np.uint8), self._layout.mapped
+        pending, mapped = np.frombuffer(self._is_pending, np.uint8), self._mapped
         self.came[table] = version
         self.num_pending[table] -= int(pending[mapped].sum())
         pending[mapped] = 0
@@ -265,10 +268,9 @@ class IncomingWeights:
             layout.mapped = None
         # 2. A place that cannot be mapped makes the caller pull all weights, see `WeightSink.problem`.
         for at, place in self._places if not gone else ():
-            slice_ = layout.slices[at]
-            if sink.is_mapped(slice_, layout.server, place):
+            slice_, memory = layout.slices[at], memory_at(layout.server, place)
+            if sink.is_mapped(slice_, layout.server, place, memory and memory[0]):
                 continue
-            memory = memory_at(layout.server, place)
             try:
                 if memory is None:
                     raise OSError("the channel to its server was lost")

@@ -15,6 +15,7 @@ network servers are told before that what the commit will probably say, and send
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -63,6 +64,7 @@ class Rounds:
         self._prefetch = Prefetch()
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
+        session.on_return.append(self._start_over)
 
     def start(self, contribution: Contribution, is_read: bool = False, repeated: int = -1) -> Round:
         """Send one round of some tables and return at once. Gradients must not change until `wait` returns.
@@ -397,6 +399,35 @@ class Rounds:
         self._layouts[key] = [layout for layout in every if layout.tables]
         return self._layouts[key]
 
+    def _start_over(self, server: int) -> None:
+        """Send a server that was restarted everything of open rounds again: it knows only of rounds that are over."""
+        channel = self._session.transport.channel(server)
+        # 1. Where weights are in its memory has to be said again.
+        for layout in itertools.chain.from_iterable(self._layouts.values()):
+            if layout.server == server:
+                layout.mapped = None
+        # 2. It does not know what was announced. Slices that were pushed eagerly are asked for after the commit.
+        for eager in self._eager_pushes.values():
+            announced = [] if eager.speculative is None else eager.speculative.server_requests
+            for request in [one for one in announced if one.server == server]:
+                self._session.forget(request.number)
+                announced.remove(request)
+        # 3. Slices and commits of tables whose rounds are open there, as at the start of the round. A round that has
+        # failed elsewhere is aborted first, so that it cannot be applied there.
+        for round_ in {id(round_): round_ for round_ in self.open.values()}.values():
+            for request in [one for one in round_.open if one.server == server and not round_.is_over]:
+                request.start_over(channel is not None)
+                for at in sorted(request.open):
+                    if request.layout.tables[at].name in round_.aborted:
+                        self._abort_early(request, at, round_.error)
+                table_of, tables = request.layout.table, request.layout.tables
+                lost = [
+                    at
+                    for at in request.given
+                    if table_of[at] in request.open and tables[table_of[at]].name not in round_.aborted
+                ]
+                self._send_again(round_, request, lost)
+
     def _send_again(self, round_: Round, request: ServerRequest, given: Sequence[int]) -> None:
         for body in request.messages(round_, given):
             self._session.send(request.server, request.number, body, round_.contribution.priority)
@@ -457,10 +488,14 @@ class Rounds:
             round_.aborted.add(table.name)
             for other, here in round_.server_requests_of(table):
                 if here in other.open:
-                    number = int(other.layout.commits[here, 0])
-                    abort = m.Abort(number, table.round, describe(error), undo=False)
-                    self._session.send(other.server, self._session.next_number(), abort)
+                    self._abort_early(other, here, error)
         round_.finish(request, ())
+
+    def _abort_early(self, request: ServerRequest, at: int, error: BaseException | None) -> None:
+        """Abort the round of a table on a server that has not answered yet, because another one has failed it."""
+        number = int(request.layout.commits[at, 0])
+        abort = m.Abort(number, request.layout.tables[at].round, describe(error), undo=False)
+        self._session.send(request.server, self._session.next_number(), abort)
 
     # ---------------------------------------------------------------- deciding
 
@@ -587,12 +622,17 @@ class Rounds:
         round_.contribution = round_.contribution._replace(values=None)
         # 7. Abort what is lost on all servers.
         if lost:
-            self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
+            # Whoever interrupts does not want to wait for a server that is being restarted.
+            awaits_restarts = error is None or isinstance(error, Exception)
+            given_up = [table for table in tables if table.index in lost]
+            self._give_up(round_, given_up, describe(error), awaits_restarts)
         for index in own:  # last: one that is over and open was interrupted as it ended
             del self.open[index]
         failpoint("worker.round.end")
 
-    def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
+    def _give_up(
+        self, round_: Round, tables: Sequence[RemoteTable], reason: str, awaits_restarts: bool
+    ) -> None:
         """Abort rounds on all servers; if one has applied what another has failed, have it undone."""
         # 1. Which servers have failed the round already.
         pairs = [(table, server) for table in tables for server in table.numbers]
@@ -605,12 +645,13 @@ class Rounds:
                 if next_round > table.round:
                     fates[table.name, request.server] = False  # the server has said so already
         # 2. Abort it on the others, which answer whether they had applied it.
-        fates |= self._abort([p for p in pairs if (p[0].name, p[1]) not in fates], reason, undo=False)
+        unknown = [p for p in pairs if (p[0].name, p[1]) not in fates]
+        fates |= self._abort(unknown, reason, False, awaits_restarts)
         # 3. Undo it where it was applied, but only if another server has failed it for certain: then no worker can have
         # finished it.
         lost = {name for (name, _), fate in fates.items() if fate is False}
         half_applied = [p for p in pairs if fates[p[0].name, p[1]] and p[0].name in lost]
-        fates |= self._abort(half_applied, reason, undo=True)
+        fates |= self._abort(half_applied, reason, True, awaits_restarts)
         for table in tables:
             # 4. A table whose servers may not agree is broken; all others go on with the next round.
             outcome = {self._session.describe(server): fates[table.name, server] for server in table.numbers}
@@ -622,14 +663,14 @@ class Rounds:
             self.tables.round[table.index] = max(table.round + 1, *following.get(table.name, ()), -1)
 
     def _abort(
-        self, rounds: Sequence[tuple[RemoteTable, int]], reason: str, undo: bool
+        self, rounds: Sequence[tuple[RemoteTable, int]], reason: str, undo: bool, awaits_restarts: bool
     ) -> dict[tuple[str, int], bool | None]:
         """Abort the present rounds of (table, server) pairs, and undo them if they were applied.
 
         Returns for each whether the server still counts it as applied; None if it did not answer.
         """
         requests = [(server, m.Abort(t.numbers[server], t.round, reason, undo)) for t, server in rounds]
-        answers = self._session.ask_all(requests, GIVE_UP_TIMEOUT)
+        answers = self._session.ask_all(requests, GIVE_UP_TIMEOUT, awaits_restarts)
         # A server that refuses this worker has nothing of it.
         return {
             (table.name, server): None

@@ -169,6 +169,8 @@ class TableRows:
         """Servers that hold nothing but rows of the table."""
         self._mapped: dict[int, MappedRows | None] = {}
         """Key → its rows in its servers' memory; None if they have to be requested."""
+        self._num_returns = 0
+        """How often a server had come back after it was gone, when these were mapped."""
 
     def read(self, key: int, ids: Tensor, are_given: bool) -> Tensor | None:
         """Copy rows of a key (int64 ids, in any order) from its servers' memory; None if that is impossible.
@@ -180,6 +182,9 @@ class TableRows:
             return None
         rounds, table = self._pulls.rounds, self._table
         rounds.wait_pending(table)
+        if self._num_returns != self._pulls.session.num_returns:
+            self._num_returns = self._pulls.session.num_returns
+            self._mapped.clear()
         if key not in self._mapped:
             self._mapped[key] = self._map(key)
         mapped, servers = self._mapped[key], list(table.plan.rows(key).blocks)

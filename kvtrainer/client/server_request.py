@@ -163,6 +163,21 @@ class ServerRequest:
         self.number, self.incoming = speculative.number, speculative.incoming
         self.incoming.open = self.open
 
+    def start_over(self, shares_memory: bool) -> None:
+        """Get ready to be sent again to a server that was restarted, and has lost what is not answered yet.
+
+        The new process does not know which places this worker knows, and may roll back or change weights that the old
+        one had sent before the end of the round.
+
+        Args:
+            shares_memory: Whether there is a channel to the new process.
+        """
+        self.commits[:, 5] &= ~(m.PLACES_CACHED | (0 if shares_memory else m.MAPS_WEIGHTS))
+        self.held.clear()
+        self.complete.clear()
+        for at in self.open if self.incoming.are_wanted else ():
+            self.incoming.roll_back(at)
+
     def messages(self, round_: RoundInputs, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
         """Make the messages of some slices. The last one has the commits of the tables that are still open."""
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout

@@ -7,6 +7,10 @@ Every wait has a deadline. A request whose server is silent is sent again, which
 the server counts as unreachable: after `dead_after` seconds without a message or a heartbeat, or at once if its
 process on this host has ended. A server on this host that is seen to run is waited for longer.
 
+A server whose state outlives its process says so in its `Welcome`. It is no error if such a server is gone: the worker
+connects again and waits until another process answers at the same address. What is sent in the meantime is dropped,
+as a network would lose it. When the server is back, everything that is not answered yet is sent again (`on_return`).
+
 `call_all` is for control requests: it blocks for all answers and raises what a server answered. Rounds use `send`
 and `wait`. `SessionTrace` records requests for the profiler, and `Report` the figures that heartbeats carry to those
 who watch the job. Not thread-safe, except for `Report`.
@@ -47,6 +51,7 @@ from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payload_out
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.channel import Channel
+from kvtrainer.client.absences import Absences
 
 _log = logging.getLogger(__name__)
 
@@ -88,14 +93,37 @@ class Transport(ABC):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         """Routing ids of all sockets from which a server hears this process."""
 
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
+    def begin(
+        self,
+        sessions: Sequence[tuple[int, int]],
+        report: Callable[[], bytes] = bytes,
+        restartable: Collection[int] = (),
+    ) -> None:
         """Start what needs open sessions, such as heartbeats.
 
         Args:
             sessions: (run, session) of each server.
             report: Returns what each `Heartbeat` carries; called by another thread.
+            restartable: Servers that are started again when their processes end: `disconnected` tells about these.
         """
         return None
+
+    disconnected: Collection[int] = ()
+    """Restartable servers whose connections were closed. `receive` detects that, and then returns."""
+
+    def reconnect(self, server: int) -> None:
+        """Drop the connection to a restartable server with everything that is on its way, and connect again.
+
+        The server is then neither in `ended` nor in `disconnected`, and messages that come are of the new connection.
+        """
+        raise AssertionError("servers behind this transport are not restarted")
+
+    def reopen(self, server: int, run: int, session: int) -> bool:
+        """Share memory with a server that answers again, and watch its process, as `begin` did.
+
+        Returns False if that has to be tried later.
+        """
+        raise AssertionError("servers behind this transport are not restarted")
 
     @abstractmethod
     def last_heartbeat(self, server: int) -> float:
@@ -267,8 +295,15 @@ class Session:
         """Server → when the end of its process was detected."""
         self._lost_state_error: KVStoreError | None = None
         """The error of a server that was restarted and has lost the state of this job."""
+        self._absences = Absences()
+        self.on_return: list[Callable[[int], None]] = []
+        """Called with a server that is back after it was gone: all messages to it and from it were lost."""
+        self.num_returns = 0
+        """How often a server has come back."""
         # 3. Requests under way.
         self._handlers: dict[int, Handler] = {}
+        self._open_calls: set[Calls] = set()
+        """Control requests that are not finished or dropped."""
         self._last_number = 0
         self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
         self._slow_reports = SlowReports(options.slow_after)
@@ -281,7 +316,8 @@ class Session:
         o, open_ = self.options, sorted(self._handlers)
         shown = f"{', '.join(map(str, open_[:5]))}{f' and {len(open_) - 5} more' if len(open_) > 5 else ''}"
         state = "closed" if self.is_closed else f"awaits answers to requests {shown}" if open_ else "idle"
-        gone = "".join([f", {self.describe(server)} is gone" for server in sorted(self._unreachable)])
+        servers = sorted(self._unreachable.union(self._absences.gone))
+        gone = "".join([f", {self.describe(server)} is gone" for server in servers])
         return (
             f"<Session of rank {o.rank} of {o.num_workers} in {o.namespace!r} with {self.num_servers} servers: "
             f"{state}{gone}>"
@@ -307,7 +343,7 @@ class Session:
                 refusals.append(error)
         if refusals:
             raise refusals[0]
-        self.transport.begin(self._tokens, lambda: self.report.pack())
+        self.transport.begin(self._tokens, lambda: self.report.pack(), self._absences.timeouts)
         failpoint("worker.connect.open")
         is_shared = self.options.num_workers > 1 and self.options.mode.is_sync
         self.is_remote = is_shared and any(map(self.transport.is_remote, range(self.num_servers)))
@@ -325,6 +361,8 @@ class Session:
         assert isinstance(welcome, m.Welcome)
         self._tokens[server] = (welcome.run, welcome.session)
         self.spread_from = min(self.spread_from, welcome.spread_from) if server else welcome.spread_from
+        if welcome.restart_timeout > 0:
+            self._absences.timeouts[server] = welcome.restart_timeout
 
     def describe(self, server: int) -> str:
         return self.transport.describe(server)
@@ -356,6 +394,8 @@ class Session:
         """Pass a request to the transport without blocking; one of higher priority may overtake queued ones."""
         if self.is_closed:
             raise KVStoreError("this kvstore is closed; create a new one")
+        if server in self._absences.gone:
+            return  # it is sent again when the server is back
         if self.trace is not None and number in self._handlers:
             self.trace.sent(server, number, body)
         if self.log is not None:
@@ -384,6 +424,7 @@ class Session:
     def begin(self, requests: Sequence[tuple[int, m.RequestBody]]) -> Calls:
         """Send control requests, (server, body) each, and return at once; then `finish` or `drop` them."""
         calls = Calls(requests)
+        self._open_calls.add(calls)
         try:
             for at, (server, body) in enumerate(requests):
                 calls.numbers.append(self.next_number(partial(calls.take, at)))
@@ -421,17 +462,19 @@ class Session:
         return found
 
     def ask_all(
-        self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float
+        self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float, awaits_restarts: bool = False
     ) -> list[m.ReplyBody | None]:
         """Send control requests, (server, body) each, and block up to `timeout` seconds for all answers together.
 
         Does not raise. Returns one answer per request: failures as they came, None if none came in time. Servers
-        that are known to be unreachable are sent the request but not waited for.
+        that are known to be unreachable are sent the request but not waited for. Neither are those that are being
+        restarted, unless `awaits_restarts`: then the time that they take is not counted.
         """
         calls = Calls(())
         try:
             calls = self.begin(requests)
-            self.wait(calls.waiting.values(), self._send_call, self.clock(), timeout, raise_if_gone=False)
+            waiting = calls.waiting.values()
+            self.wait(waiting, self._send_call, self.clock(), timeout, False, awaits_restarts)
         except KVStoreError as error:
             # If sending failed, `calls` is still the empty one, and no request was answered.
             answered = len(calls.answers) - calls.answers.count(None)
@@ -442,6 +485,7 @@ class Session:
         return calls.answers or [None] * len(requests)
 
     def drop(self, calls: Calls) -> None:
+        self._open_calls.discard(calls)
         for number in calls.numbers:
             self.forget(number)
 
@@ -452,6 +496,8 @@ class Session:
         """Process the replies that have arrived, without blocking."""
         while (got := self.transport.receive(0.0)) is not None:
             self._dispatch(*got, self.clock())
+        if self._absences.timeouts:
+            self._look_for_restarts(self.clock())
 
     def wait(
         self,
@@ -460,10 +506,12 @@ class Session:
         asked_at: float,
         timeout: float | None = None,
         raise_if_gone: bool = True,
+        awaits_restarts: bool = True,
     ) -> bool:
         """Process replies until handlers have emptied `waiting`. Calls `ask` again for servers that fall silent.
 
-        A long wait is logged, with the reasons that the servers give.
+        A long wait is logged, with the reasons that the servers give. The time in which one of the servers is being
+        restarted does not count.
 
         Args:
             asked_at: When the servers were first asked, on the session's clock.
@@ -471,6 +519,7 @@ class Session:
                 fails the round and names the missing workers, plus `dead_after` for that error to arrive.
             raise_if_gone: If True, a server that does not answer raises; if False, stop waiting for servers known to
                 be gone.
+            awaits_restarts: If False, servers that are being restarted count as gone; only without `raise_if_gone`.
 
         Returns:
             False if the time was over before `waiting` was empty.
@@ -478,48 +527,131 @@ class Session:
         Raises:
             ServerStoppingError: a server in `waiting` was shut down. One that has given its answers to a round before
                 does not raise: the wait for the other servers goes on, because the round may have ended everywhere.
-            ServerUnreachableError: a server in `waiting` is unreachable (`check_silence`), or its process has ended.
+            ServerUnreachableError: a server in `waiting` is unreachable (`check_silence`), or its process has ended,
+                and it has not been restarted in time.
         """
         if timeout is None:
             timeout = self.options.timeout + self.options.dead_after
-        trace, deadline = self.trace, asked_at + timeout
+        trace, deadline, absences = self.trace, asked_at + timeout, self._absences
         wait_began = now = self.clock()
+        idle = 0.0
+        """Seconds since the last reply, or since silent servers were last asked again."""
         self._reasons.clear()
         trace_start = 0.0 if trace is None else trace.trace.clock()
-        while waiting and (raise_if_gone or any(one.server not in self._unreachable for one in waiting)):
+        while waiting and (raise_if_gone or self._is_any_there(waiting, awaits_restarts)):
             # 1. Nothing more comes from servers that were shut down.
             if raise_if_gone and self._shut_down:
                 self._check_shut_down(waiting)
             if now >= deadline:
                 return False
-            # 2. Wait for one reply, but not longer than until requests have to be repeated.
+            # 2. Wait for one reply, but not longer than until requests or probes have to be repeated.
             receive_began, pause = now, min(self._repeat_after, deadline - now)
-            if self.transport.ended:
+            if self.transport.ended or self.transport.disconnected:
                 pause = min(pause, LAST_WORDS)
+            if absences.gone:
+                pause = min(pause, absences.next_look(now))
             got = self.transport.receive(pause)
             now = self.clock()
+            idle = 0.0 if got is not None else idle + now - receive_began
             if now - receive_began > pause + STANDSTILL:
                 # This process was suspended. What the servers sent meanwhile has yet to be read, so they get more time.
                 self._heard = [now] * self.num_servers
                 deadline = max(deadline, now + STANDSTILL)
-            # 3. Process it, or see which servers are silent.
+                absences.extend(now - receive_began - pause)
+            # 3. Process it, or see which servers are silent. Those that are gone are probed instead.
             if got is not None:
                 self._dispatch(*got, now)
-            else:
-                self._has_repeated = True
+            elif not absences.gone or idle >= self._repeat_after:
+                self._has_repeated, idle = True, 0.0
                 for one in list(waiting):
+                    if one.server in absences.gone:
+                        continue
                     if self._has_process_ended(one.server, wait_began, now):
                         self._unreachable.add(one.server)
                         if raise_if_gone:
                             raise self._process_ended_error(one.server)
                     elif not raise_if_gone or self.check_silence(one.server, asked_at, now):
                         ask(one)
+            # 4. Servers that are restarted: the wait stands still, until it has taken too long.
+            if absences.timeouts:
+                self._look_for_restarts(now)
+                if not absences.gone.keys().isdisjoint(one.server for one in waiting):
+                    deadline += now - receive_began
+                    self._check_absences(waiting, wait_began, now, raise_if_gone)
             if now - wait_began >= self.options.slow_after:
                 self._report_slow(now - wait_began, now)
         self.report.wait_seconds += now - wait_began
         if trace is not None:
             trace.waited(trace_start)
         return True
+
+    def _is_any_there(self, waiting: Collection[HasServer], awaits_restarts: bool) -> bool:
+        """Return whether any server in `waiting` may still answer."""
+        gone = self._unreachable if awaits_restarts else self._unreachable.union(self._absences.gone)
+        return any(one.server not in gone for one in waiting)
+
+    def _look_for_restarts(self, now: float) -> None:
+        """Record which restartable servers are gone, after their last messages have had time to arrive; probe them."""
+        absences, transport = self._absences, self.transport
+        for server in absences.timeouts.keys() & {*transport.ended, *transport.disconnected}:
+            detected_at = self._process_ended_at.setdefault(server, now)
+            if server not in self._shut_down and (server in absences or now - detected_at >= LAST_WORDS):
+                if server in transport.ended:
+                    self._lose(
+                        server, transport.how_ended(server) or "has ended without giving a reason", now
+                    )
+                else:
+                    self._lose(server, "has closed the connection", now)
+        for server in absences.take_due(now):
+            self._probe(server)
+
+    def _lose(self, server: int, why: str, now: float) -> None:
+        """Connect again to a restartable server that is gone, and wait for its next process."""
+        if self._absences.begin(server, why, now):
+            timeout = self._absences.timeouts[server]
+            _log.warning("%s %s; waiting up to %g s for it to come back", self.describe(server), why, timeout)
+        self.transport.reconnect(server)
+        self._process_ended_at.pop(server, None)
+        self._probe(server)
+
+    def _probe(self, server: int) -> None:
+        probe = m.Request(*self._tokens[server], self.next_number(), m.Heartbeat())
+        self.transport.send(server, probe)
+        if self.log is not None:
+            self.log.message("sent", self._peers[server], probe.number, probe.body)
+
+    def _check_absences(
+        self, waiting: Collection[HasServer], wait_began: float, now: float, raise_if_gone: bool
+    ) -> None:
+        """Count servers as unreachable that were not restarted in time. Raises ServerUnreachableError."""
+        for one in waiting:
+            if self._absences.is_hopeless(one.server, wait_began, now):
+                self._unreachable.add(one.server)
+                if raise_if_gone:
+                    raise self._absence_error(one.server)
+
+    def _absence_error(self, server: int) -> ServerUnreachableError:
+        # How a process has ended is known for certain only when its parent has asked for that.
+        absence = self._absences.gone[server]
+        why = self.transport.how_ended(server) or absence.why
+        return ServerUnreachableError(
+            f"{self.describe(server)} {why}, and did not come back within {absence.timeout:g} s. Look at what should "
+            "have started it again, or restart the job from its last saved states"
+        )
+
+    def _return(self, server: int, has_state: bool, now: float) -> None:
+        """Go on with a server that answers again: send it everything that is not answered yet."""
+        if has_state and not self.transport.reopen(server, *self._tokens[server]):
+            return
+        absence = self._absences.gone.pop(server)
+        self.num_returns += 1
+        _log.warning("%s is back after %.1f s", self.describe(server), now - absence.since)
+        for recover in self.on_return:
+            recover(server)
+        for calls in list(self._open_calls):
+            for call in list(calls.waiting.values()):
+                if call.server == server:
+                    self._send_call(call)
 
     def _check_shut_down(self, waiting: Collection[HasServer]) -> None:
         shut_down = sorted(self._shut_down.intersection(one.server for one in waiting))
@@ -553,18 +685,21 @@ class Session:
         A server that is still sending a large answer is not asked again, because it would send the answer twice.
 
         Raises:
-            ServerUnreachableError: the server has sent neither messages nor heartbeats for `dead_after` seconds, and
-                is not seen to run.
+            ServerUnreachableError: the server has sent neither messages nor heartbeats for `dead_after` seconds, is
+                not seen to run, and is not restarted.
         """
         unanswered = now - max(self._heard[server], since)
         # While a large push is still on its way, the server has nothing to answer yet, but it answers heartbeats.
         silence = min(unanswered, now - self.transport.last_heartbeat(server))
         is_lost = silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION
         if is_lost and not self._runs(server):
+            where, is_paused = self.describe(server), self.transport.process(server) is ProcessState.STOPPED
+            paused = " (its process is paused by a signal or a debugger)" if is_paused else ""
+            if server in self._absences.timeouts:
+                self._lose(server, f"has not answered for {silence:.1f} s{paused}", now)
+                return False
             self._unreachable.add(server)
-            where = self.describe(server)
-            if self.transport.process(server) is ProcessState.STOPPED:
-                where += " (its process is paused by a signal or a debugger)"
+            where += paused
             raise ServerUnreachableError(
                 f"{where} has not answered for {silence:.1f} s; is it still running? Restart the job from its last "
                 "saved states (KVSTORE_DEAD_AFTER raises the limit)"
@@ -581,7 +716,7 @@ class Session:
         After the end was reported once, a new process may serve at the same address. Each later wait therefore gives
         the server a while to answer.
         """
-        if server not in self.transport.ended:
+        if server not in self.transport.ended or server in self._absences.timeouts:
             return False
         detected_at = self._process_ended_at.setdefault(server, now)
         if server in self._unreachable:
@@ -606,7 +741,7 @@ class Session:
             reason, is_clean = describe(self._lost_state_error), False
         failpoint("worker.close")
         for server, (run, session) in enumerate(self._tokens):
-            if session and server not in self._shut_down:
+            if session and server not in self._shut_down and server not in self._absences:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
                 with suppress(KVStoreError):  # a forked process has no session of its own
                     self.transport.send(server, leave)
@@ -633,6 +768,8 @@ class Session:
     def _dispatch(self, server: int, reply: m.Reply, now: float) -> None:
         self._heard[server] = now
         self._unreachable.discard(server)
+        if server in self._absences.gone:
+            self._return(server, not isinstance(reply.body, m.Failed), now)
         if self.trace is not None:
             self.trace.received(reply)
         if self.log is not None:

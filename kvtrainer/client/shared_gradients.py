@@ -10,7 +10,8 @@ belongs to the first one; the part of the other is copied before it is sent (`_e
 
 A place is used again only when no tensor or view refers to the gradient before, and when all servers have read it.
 Buffers are requested in the first or second round, when it is known whether backward passes allocate gradients, and
-are mapped after that round. If a server has no memory to share, or the system refuses, gradients are copied.
+are mapped after that round. If a server has no memory to share, or the system refuses, gradients are copied. So they
+are from the time when a server is gone until it is restarted and has made another buffer.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class SharedGradients:
     ) -> None:
         # 1. Keys whose slices are all on servers of this host.
         self._plan = plan
+        self._channel = channel
         near = {server: own for server in plan.servers if (own := channel(server)) is not None}
         far = _keys_of([slice_ for slice_ in plan.slices if slice_.server not in near])
         here = [
@@ -131,7 +133,7 @@ class SharedGradients:
         self._is_wanted = False
         """Whether a backward pass has allocated a gradient that could have been here."""
         self._asked: Mapping[int, int] | None = None
-        """The sizes that servers were asked for last, by server."""
+        """The sizes that servers were asked for last, by server; None before that, and after a server was restarted."""
         self._requests: dict[int, StagingBufferRequest] = {}
         """Server → the request for its buffer."""
         self._num_rounds = 0
@@ -154,6 +156,9 @@ class SharedGradients:
 
     def open(self) -> None:
         """Map the requested buffers, after a round of the servers that made them. Until then steps copy."""
+        self._forget_former_channels()
+        if self._asked is None:
+            return
         staging_buffers = {server: asked.staging_buffer for server, asked in self._requests.items()}
         found = {
             server: staging_buffer
@@ -236,6 +241,7 @@ class SharedGradients:
         were copied to `targets`.
         """
         self._num_rounds += 1
+        self._forget_former_channels()
         sizes = self._all_sizes if self._is_wanted else self._sizes
         # 1. Ask for buffers. By the second round it is known whether backward passes allocate new gradients.
         is_known = self._is_wanted or self._num_rounds > 1 or not self._long
@@ -258,6 +264,13 @@ class SharedGradients:
                 channel.trim()
         found = {index: own for key in here for index, own in self._buffer_parts[key].slices.items()}
         return found | self._filled if are_gathered else found
+
+    def _forget_former_channels(self) -> None:
+        """Have buffers requested again if a server has another channel now, because it was restarted."""
+        now = {server: self._channel(server) for server in self._channels}
+        channels = {server: channel for server, channel in now.items() if channel is not None}
+        if channels != self._channels and len(channels) == len(self._channels):
+            self._channels, self._asked, self.is_coming = channels, None, False
 
     def _request_buffers(self, sizes: Mapping[int, int]) -> None:
         """Request buffers, which servers make before they answer the next round."""

@@ -60,8 +60,13 @@ class WeightSink:
         """Return where rounds write new weights."""
         return weights
 
-    def is_mapped(self, slice_: Slice, server: int, place: int) -> bool:
-        """Return whether a slice is read from there already."""
+    def is_mapped(self, slice_: Slice, server: int, place: int, memory: SharedArena | None) -> bool:
+        """Return whether a slice is read from there already.
+
+        Args:
+            memory: The memory with this place; None if the channel to its server was lost. A server that was restarted
+                may number its memory in another way.
+        """
         raise AssertionError("nothing is mapped here")
 
     def map(self, slice_: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
@@ -159,9 +164,11 @@ class MappedSink(WeightSink):
         """Dtype → for each page of its arena, whether it is mapped."""
         self.maps = True
 
-    def is_mapped(self, slice_: Slice, server: int, place: int) -> bool:
+    def is_mapped(self, slice_: Slice, server: int, place: int, memory: SharedArena | None) -> bool:
         found = self._slices.get(slice_.index)
-        return found is not None and found.place == place and found.server == server
+        if found is None or (found.server, found.place) != (server, place):
+            return False
+        return memory is None or found.memory == memory.data.data_ptr()
 
     def map(self, slice_: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
         size = SIZES[slice_.dtype]
@@ -183,6 +190,9 @@ class MappedSink(WeightSink):
 
     def commit(self) -> None:
         self._copy_ends()
+        if self._runs is None:  # some memory may have no slices any more: that of a server that was restarted
+            used = {one.memory for one in self._slices.values()}
+            self._counters = {base: own for base, own in self._counters.items() if base in used}
         self._counters = {base: (counters, counters.copy()) for base, (counters, _) in self._counters.items()}
 
     def _copy_ends(self) -> None:

@@ -285,8 +285,11 @@ class DeviceSink(WeightSink):
     def deliver(self, weights: Arenas, outs: Arenas) -> None:
         self._staging.up(weights, outs)
 
-    def is_mapped(self, slice_: Slice, server: int, place: int) -> bool:
-        return self._slices.get(slice_.index, (-1, -1))[:2] == (server, place)
+    def is_mapped(self, slice_: Slice, server: int, place: int, memory: Memory | None) -> bool:
+        found = self._slices.get(slice_.index)
+        if found is None or found[:2] != (server, place):
+            return False
+        return memory is None or found[2].memory is memory
 
     def map(self, slice_: Slice, server: int, place: int, memory: Memory, begin: int) -> None:
         one = _Range(slice_.dtype, slice_.offset, slice_.used, memory, begin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ class Scripted(Transport):
         self.heartbeats: list[tuple[int, int]] = []
         self.signs: dict[int, float] = {}
         self.ended: set[int] = set()
+        self.disconnected: set[int] = set()
+        self.restart_timeout = 0.0
+        """For how long servers are waited for whose processes end."""
+        self.may_reopen = True
+        """Whether `reopen` succeeds."""
+        self.reconnected: list[int] = []
+        """The servers to which new connections were made, in order."""
+        self.reopened: list[tuple[int, int, int]] = []
+        """(server, run, session) of those whose memory was shared again."""
         self.states: dict[int, ProcessState] = {}
         """What the processes of servers of this host do."""
         self.is_closed = False
@@ -66,7 +75,7 @@ class Scripted(Transport):
         for body in divided(request.body):  # as a connection does
             self.sent.append((server, request._replace(body=body)))
         answered = self.answer(server, request) if self.answer is not None else None
-        for body in _default(server, request) if answered is None else answered:
+        for body in self._default(server, request) if answered is None else answered:
             self.reply(server, request.number, body)
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
@@ -83,8 +92,25 @@ class Scripted(Transport):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return (b"socket to %d" % server,)
 
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
+    def begin(
+        self,
+        sessions: Sequence[tuple[int, int]],
+        report: Callable[[], bytes] = bytes,
+        restartable: Collection[int] = (),
+    ) -> None:
         self.heartbeats = list(sessions)
+
+    def reconnect(self, server: int) -> None:
+        self.reconnected.append(server)
+        self.ended.discard(server)
+        self.disconnected.discard(server)
+        self._replies = [one for one in self._replies if one[2] != server]  # what was on its way is lost
+        heapq.heapify(self._replies)
+
+    def reopen(self, server: int, run: int, session: int) -> bool:
+        if self.may_reopen:
+            self.reopened.append((server, run, session))
+        return self.may_reopen
 
     def is_remote(self, server: int) -> bool:
         return True
@@ -101,13 +127,28 @@ class Scripted(Transport):
     def close(self) -> None:
         self.is_closed = True
 
+    def _default(self, server: int, request: m.Request) -> list[m.ReplyBody]:
+        if isinstance(request.body, m.Hello):
+            return [m.Welcome(1000 + server, 10 + server, restart_timeout=self.restart_timeout)]
+        if isinstance(request.body, m.Abort):
+            return [m.Status({"applied": False})]
+        return []
+
 
 class Bench:
     """One table, "w", over scripted servers that answer a commit as `act` says; its number on server s is s + 5."""
 
-    def __init__(self, num_servers: int, act: Act, numel: int = 1 << 18, **options: float) -> None:
+    def __init__(
+        self,
+        num_servers: int,
+        act: Act,
+        numel: int = 1 << 18,
+        restart_timeout: float = 0.0,
+        **options: float,
+    ) -> None:
         self.act = act
         self.servers = Scripted(num_servers)
+        self.servers.restart_timeout = restart_timeout
         self.session = self.servers.session(**options)
         self.servers.answer = self._answer
         self.rounds = Rounds(self.session)
@@ -167,11 +208,3 @@ def padded(values: Sequence[float], plan: Plan) -> torch.Tensor:
     whole = torch.zeros(piece.length, dtype=torch_dtype(piece.dtype))
     whole[: piece.used] = torch.tensor(values)
     return whole
-
-
-def _default(server: int, request: m.Request) -> list[m.ReplyBody]:
-    if isinstance(request.body, m.Hello):
-        return [m.Welcome(run=1000 + server, session=10 + server)]
-    if isinstance(request.body, m.Abort):
-        return [m.Status({"applied": False})]
-    return []
