@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SETTLE_TIME = 0.1
+"""Seconds after the end of a process or connection before the server counts as gone: a server that is shut down says so
+as its last message, which may still be on its way."""
 PROBE_INTERVAL = 0.5
 """Seconds between two probes of a server that is gone. The socket keeps a probe until it is connected, so the first
 one is answered as soon as the server is back; the others are for messages that get lost."""

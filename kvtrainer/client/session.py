@@ -51,7 +51,7 @@ from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payload_out
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.channel import Channel
-from kvtrainer.client.absences import Absences
+from kvtrainer.client.absences import SETTLE_TIME, Absences
 
 _log = logging.getLogger(__name__)
 
@@ -547,7 +547,7 @@ class Session:
             # 2. Wait for one reply, but not longer than until requests or probes have to be repeated.
             receive_began, pause = now, min(self._repeat_after, deadline - now)
             if self.transport.ended or self.transport.disconnected:
-                pause = min(pause, LAST_WORDS)
+                pause = min(pause, SETTLE_TIME if absences.timeouts else LAST_WORDS)
             if absences.gone:
                 pause = min(pause, absences.next_look(now))
             got = self.transport.receive(pause)
@@ -595,7 +595,7 @@ class Session:
         absences, transport = self._absences, self.transport
         for server in absences.timeouts.keys() & {*transport.ended, *transport.disconnected}:
             detected_at = self._process_ended_at.setdefault(server, now)
-            if server not in self._shut_down and (server in absences or now - detected_at >= LAST_WORDS):
+            if server not in self._shut_down and (server in absences or now - detected_at >= SETTLE_TIME):
                 if server in transport.ended:
                     self._lose(
                         server, transport.how_ended(server) or "has ended without giving a reason", now

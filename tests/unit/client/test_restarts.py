@@ -11,10 +11,10 @@ import torch
 
 from kvstore_server.errors import RoundAbortedError
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.processes import LAST_WORDS, ProcessState
+from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Guard
-from kvtrainer.client.absences import PROBE_INTERVAL, Absences
+from kvtrainer.client.absences import PROBE_INTERVAL, SETTLE_TIME, Absences
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.session import REPEAT_AFTER, Session
 from kvtrainer.errors import (
@@ -92,7 +92,7 @@ def test_a_server_that_does_not_come_back_in_time_is_named_with_how_its_process_
     servers.how_ended = lambda server: "was killed by signal 9 (SIGKILL)"  # type: ignore[method-assign]
     with pytest.raises(ServerUnreachableError, match=r"server 0 \(here\) was killed by signal 9.* 60 s"):
         session.call(0, m.Stats())
-    assert servers.now == pytest.approx(servers.gone_at + WAIT, abs=2 * LAST_WORDS)
+    assert servers.now == pytest.approx(servers.gone_at + WAIT, abs=2 * PROBE_INTERVAL)
 
 
 def test_a_later_call_to_a_server_that_did_not_come_back_gives_it_a_short_while() -> None:
@@ -139,7 +139,7 @@ def test_a_silent_server_is_waited_for_as_long_again_and_not_blamed() -> None:
 
 def test_the_last_words_of_a_server_are_heard_before_it_counts_as_gone() -> None:
     servers, session = _gone()
-    servers.reply(0, 0, m.Failed("ServerStoppingError", "server 0 was stopped"), after=0.5 * LAST_WORDS)
+    servers.reply(0, 0, m.Failed("ServerStoppingError", "server 0 was stopped"), after=0.5 * SETTLE_TIME)
     with pytest.raises(ServerStoppingError):
         session.call(0, m.Stats())
     assert servers.reconnected == []
