@@ -161,8 +161,8 @@ class Connection(Transport):
 
     def _flush(self, server: int) -> None:
         queue = self._queues[server]
-        if self._restartable and (server in self.disconnected or server in self.ended):
-            return  # until it is known that the server is gone, or was shut down
+        if self._may_be_gone(server):
+            return
         while queue:
             # The most urgent first, through shared memory if there is any.
             urgency, number, request = queue[0]
@@ -187,6 +187,11 @@ class Connection(Transport):
             if not is_sent:
                 break
             heapq.heappop(queue)
+
+    def _may_be_gone(self, server: int) -> bool:
+        """Return whether requests are held back, because a restartable server is gone, or was shut down."""
+        has_ended = server in self.disconnected or (server in self.ended and server in self._restartable)
+        return has_ended and not self._is_closed
 
     def _send_far(self, server: int, request: m.Request, priority: int) -> bool:
         window = self._windows[server]
@@ -219,7 +224,7 @@ class Connection(Transport):
         if self._polls_only != (timeout <= 0):
             self._set_polling(timeout <= 0)
         # 1. Return what is here already. One message of each server in turn, so that none is starved.
-        deadline = time.monotonic() + timeout
+        deadline, has_ended = time.monotonic() + timeout, False
         while True:
             while self._ready:
                 ready = self._ready.popleft()
@@ -228,13 +233,14 @@ class Connection(Transport):
                 if server is not None and reply is not None:
                     return server, reply
             # 2. Poll until a message comes, there is room to send, a send window stalls, or the time is over.
-            now, stall, has_ended = time.monotonic(), math.inf, False
+            now, stall = time.monotonic(), math.inf
             if self._is_watching or any(self._queues):
                 self._watch_queues()
                 stall = min(
                     [one.release_at for one in self._windows if one.release_at is not None], default=math.inf
                 )
-            for ready, event in self._poller.poll(max(0, int(1000 * (min(deadline, stall) - now)))):
+            until = now if has_ended else min(deadline, stall)
+            for ready, event in self._poller.poll(max(0, int(1000 * (until - now)))):
                 if ready in self._ends:
                     self._poller.unregister(ready)
                     self.ended.add(self._ends.pop(ready))
@@ -305,6 +311,7 @@ class Connection(Transport):
         for server, queue in enumerate(self._queues):
             channel = self._channels.get(server)
             waits_for_socket = bool(queue) and self._windows[server].release_at is None
+            waits_for_socket &= not self._may_be_gone(server)
             if channel is not None:
                 if queue and channel.is_usable and not isinstance(queue[0][2].body, m.SliceState):
                     channel.make_room(sum([_room_for(request) for _, _, request in queue]))
