@@ -271,6 +271,8 @@ class Engine:
             session = self._sessions.find(peer, request.session)
             space, rank = self.namespaces[session.hello.namespace], session.hello.rank
             session.last_heard = now
+            if not isinstance(body, m.Heartbeat):
+                session.peer = peer  # a worker that has connected again uses another one of its sockets
             # 3. Dispatch to the handler, timed if the job is being profiled.
             if answer is None:
                 raise ProtocolError(f"{type(body).__name__} is not a request")

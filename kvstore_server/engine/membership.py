@@ -53,7 +53,7 @@ class RankSession:
     token: int
     hello: Hello
     peer: bytes
-    """The socket that said hello; notices that the process did not ask for go there."""
+    """The socket of the last request that was no heartbeat; notices that the process did not ask for go there."""
     last_heard: float
     report: Mapping[str, float] = field(default_factory=dict)
     """What the process last reported about itself; see `facts`."""

@@ -12,8 +12,10 @@ SETTLE_TIME = 0.1
 """Seconds after the end of a process or connection before the server counts as gone: a server that is shut down says so
 as its last message, which may still be on its way."""
 PROBE_INTERVAL = 0.5
-"""Seconds between two probes of a server that is gone. The socket keeps a probe until it is connected, so the first
-one is answered as soon as the server is back; the others are for messages that get lost."""
+"""Seconds after which a probe that was not answered is repeated over a new connection; it doubles with each probe. The
+socket keeps a probe until it is connected, so the first one is answered as soon as the server is back. The others are
+for messages that get lost, and for connections that nothing answers, as where a host has gone."""
+_MOST_INTERVAL = 8.0
 _GRACE = 2.0
 """Seconds that a later wait gives a server that has not come back in time."""
 
@@ -26,6 +28,8 @@ class Absence:
     timeout: float
     probe_at: float
     """When the next probe is due."""
+    interval: float = PROBE_INTERVAL
+    """Seconds until the one after that."""
 
     @property
     def ends_at(self) -> float:
@@ -48,15 +52,19 @@ class Absences:
         is_new = server not in self.gone
         if is_new:
             self.gone[server] = Absence(why, now, self.timeouts[server], now)
-        self.gone[server].probe_at = now + PROBE_INTERVAL
+        self._probed(server, now)
         return is_new
 
     def take_due(self, now: float) -> list[int]:
-        """Return the servers to probe now. Each is due again after PROBE_INTERVAL."""
+        """Return the servers to probe now."""
         due = [server for server, absence in self.gone.items() if now >= absence.probe_at]
         for server in due:
-            self.gone[server].probe_at = now + PROBE_INTERVAL
+            self._probed(server, now)
         return due
+
+    def _probed(self, server: int, now: float) -> None:
+        absence = self.gone[server]
+        absence.probe_at, absence.interval = now + absence.interval, min(2 * absence.interval, _MOST_INTERVAL)
 
     def next_look(self, now: float) -> float:
         """Return the seconds until a probe is due, or the time of a server is over."""

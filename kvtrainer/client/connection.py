@@ -46,6 +46,7 @@ from kvstore_server.protocol.frames import (
     encode,
     encode_parts,
 )
+from kvstore_server.protocol.messages import MAX_SOCKETS
 from kvstore_server.transport.channel import Channel, connect, watch
 from kvstore_server.transport.tcp import prepare, routing_id
 from kvtrainer.client.flow_control import Window
@@ -95,12 +96,16 @@ class Connection(Transport):
             _FILES + _FILES_PER_SERVER * len(addresses), f"a store over {len(addresses)} servers"
         )
         self._context = zmq.Context()
-        self._ids = [(routing_id(), routing_id()) for _ in addresses]
-        """Routing ids of the socket for requests and of the one for heartbeats, by server."""
+        self._ids = [tuple([routing_id() for _ in range(MAX_SOCKETS)]) for _ in addresses]
+        """Routing ids by server: that of the socket for heartbeats, and those that sockets for requests have in turn. A
+        new socket with the id of the one before could be taken for that one, which may still be about to connect."""
+        self._num_sockets = [0] * len(addresses)
+        """How many sockets for requests there were before the present one, by server."""
         self._sockets: list[Any] = []
         self._heartbeat_sockets: list[Any] = []
         try:
-            for address, (own, other) in zip(addresses, self._ids, strict=True):
+            for server, address in enumerate(addresses):
+                own, other = self._own_id(server), self._ids[server][0]
                 self._sockets.append(_connect_dealer(self._context, address, own, sent=water_mark))
                 self._heartbeat_sockets.append(
                     _connect_dealer(self._context, address, other, sent=2, received=2)
@@ -346,6 +351,10 @@ class Connection(Transport):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return self._ids[server]
 
+    def _own_id(self, server: int) -> bytes:
+        """Return the routing id of the present socket for requests."""
+        return self._ids[server][1 + self._num_sockets[server] % (MAX_SOCKETS - 1)]
+
     def begin(
         self,
         sessions: Sequence[tuple[int, int]],
@@ -404,7 +413,8 @@ class Connection(Transport):
         for known in (self._answered, self._leaving, self.ended, self.disconnected):
             known.discard(server)
         # 3. A new socket, which tries to connect at short intervals.
-        address, own = self._addresses[server], self._ids[server][0]
+        self._num_sockets[server] += 1
+        address, own = self._addresses[server], self._own_id(server)
         socket = _connect_dealer(self._context, address, own, sent=self._water_mark, most_retry_ms=0)
         self._sockets[server] = socket
         self._index[socket] = server
@@ -425,7 +435,7 @@ class Connection(Transport):
 
     def _share_memory(self, server: int, run: int, session: int) -> None:
         try:
-            channel = connect(run, session, self._ids[server][0])
+            channel = connect(run, session, self._own_id(server))
         except OSError as error:
             self._go_without_memory(server, error)
         else:
@@ -437,7 +447,7 @@ class Connection(Transport):
         """Detect the end of a server's process from now on, and let it detect ours, if both are on one host."""
         channel = self._channels.get(server)
         with suppress(OSError):
-            process = watch(run, session, self._ids[server][0]) if channel is None else channel.process()
+            process = watch(run, session, self._own_id(server)) if channel is None else channel.process()
             self._processes[server] = process
             self._ends[process.fileno()] = server
             self._poller.register(process.fileno(), _IN)

@@ -31,6 +31,7 @@ from kvtrainer.client.shared_weights import WeightSink
 from kvtrainer.client.tables import RemoteTable
 from kvtrainer.types import Arenas
 
+MemoryAt = Callable[[int, int], tuple[SharedArena, int] | None]
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -41,12 +42,18 @@ class IncomingWeights:
         memory: Where small slices are gathered.
         open_tables: Those whose end the server has not reported yet; the caller changes it.
         are_wanted: Whether any weights are to come.
+        memory_at: (server, place) → the memory that has this place now, and where it begins there.
     """
 
     def __init__(
-        self, layout: ServerLayout, memory: GatheredSlices, open_tables: Collection[int], are_wanted: bool
+        self,
+        layout: ServerLayout,
+        memory: GatheredSlices,
+        open_tables: Collection[int],
+        are_wanted: bool,
+        memory_at: MemoryAt,
     ) -> None:
-        self._layout, self._memory = layout, memory
+        self._layout, self._memory, self._memory_at = layout, memory, memory_at
         self._mapped = layout.mapped
         """The slices that the server may call unmoved: those that were mapped when the request was made."""
         self.open = open_tables
@@ -64,8 +71,9 @@ class IncomingWeights:
         """(slice, kind, bytes, first element) of all others that came as bytes."""
         self._levels: dict[int, int] = {}
         """Slice → how many of its elements are here, if it comes in parts."""
-        self._places: list[tuple[int, int]] = []
-        """(slice, place in the server's memory)."""
+        self._places: list[tuple[int, int, tuple[SharedArena, int] | None]] = []
+        """(slice, place in the server's memory, what that was when it came): the server may be restarted since then,
+        and number its memory in another way."""
 
     def receive(self, weights: m.Weights) -> list[int]:
         """Store what one message brings; returns the tables that are complete now.
@@ -164,7 +172,7 @@ class IncomingWeights:
                 finished += self._receive_unmoved(self._layout.table[at], version)
             elif at is not None and self._is_pending[at]:
                 table = self._layout.table[at]
-                self._places.append((at, place))
+                self._places.append((at, place, self._memory_at(self._layout.server, place)))
                 self._is_pending[at] = 0
                 self.came[table] = version
                 self.num_pending[table] -= 1
@@ -203,7 +211,6 @@ class IncomingWeights:
         gone: Collection[int],
         follows: bool,
         rows: dict[tuple[int, int], list[Tensor | None]],
-        memory_at: Callable[[int, int], tuple[SharedArena, int] | None],
     ) -> None:
         """Write what came as bytes to the `outs` of a contribution, and map what is in the server's memory.
 
@@ -214,7 +221,6 @@ class IncomingWeights:
             follows: Changes of weights are added to those of the last round.
             rows: (position of the table in the round, key) → ids of the rows that came, to which these are added;
                 None for all of them. Only if the contribution is kept.
-            memory_at: (server, place) → the memory that has this place, and where it begins there.
 
         Raises:
             ProtocolError: a part does not fit its slice.
@@ -248,15 +254,10 @@ class IncomingWeights:
                     rows.setdefault((layout.at[of], key), []).append(ids)
         # 4. What can be read in the server's memory, and what cannot any more.
         if contribution.sink.maps:
-            self._map(contribution.sink, memory_at, gone)
+            self._map(contribution.sink, gone)
         self._staged.clear()
 
-    def _map(
-        self,
-        sink: WeightSink,
-        memory_at: Callable[[int, int], tuple[SharedArena, int] | None],
-        gone: Collection[int],
-    ) -> None:
+    def _map(self, sink: WeightSink, gone: Collection[int]) -> None:
         layout = self._layout
         # 1. What came as bytes was written to this worker's own memory.
         copied = [*self._gathered, *[at for at, *_ in self._staged]]
@@ -267,8 +268,8 @@ class IncomingWeights:
         if self._places or not are_short:
             layout.mapped = None
         # 2. A place that cannot be mapped makes the caller pull all weights, see `WeightSink.problem`.
-        for at, place in self._places if not gone else ():
-            slice_, memory = layout.slices[at], memory_at(layout.server, place)
+        for at, place, memory in self._places if not gone else ():
+            slice_ = layout.slices[at]
             if sink.is_mapped(slice_, layout.server, place, memory and memory[0]):
                 continue
             try:
@@ -278,7 +279,7 @@ class IncomingWeights:
             except OSError as error:
                 sink.problem = error
         if self._places and not gone and sink.problem is None and are_short:
-            layout.mapped = np.array([at for at, _ in self._places])
+            layout.mapped = np.array([at for at, *_ in self._places])
 
 
 def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:

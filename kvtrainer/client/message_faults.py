@@ -157,8 +157,28 @@ class FaultyTransport(Transport):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return self._inner.sockets(server)
 
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
-        self._inner.begin(sessions, report)
+    def begin(
+        self,
+        sessions: Sequence[tuple[int, int]],
+        report: Callable[[], bytes] = bytes,
+        restartable: Collection[int] = (),
+    ) -> None:
+        self._inner.begin(sessions, report, restartable)
+
+    @property
+    def disconnected(self) -> Collection[int]:  # type: ignore[override]
+        return self._inner.disconnected
+
+    def reconnect(self, server: int) -> None:
+        # What is held back would come from the old connection, too.
+        self._outgoing = [one for one in self._outgoing if one[2][0] != server]
+        self._incoming = [one for one in self._incoming if one[2][0] != server]
+        heapq.heapify(self._outgoing)
+        heapq.heapify(self._incoming)
+        self._inner.reconnect(server)
+
+    def reopen(self, server: int, run: int, session: int) -> bool:
+        return self._inner.reopen(server, run, session)
 
     def last_heartbeat(self, server: int) -> float:
         return self._inner.last_heartbeat(server)

@@ -137,7 +137,7 @@ class Round:
         if contribution.outs is None:
             return
         follows = layout.takes_deltas and not self.is_read  # a pull may write elsewhere
-        incoming.write(contribution, gone, follows, self.rows, self.session.memory_at)
+        incoming.write(contribution, gone, follows, self.rows)
         came = np.array(incoming.came)
         read = came >= 0
         if gone:

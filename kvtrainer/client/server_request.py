@@ -70,7 +70,8 @@ class ServerRequest:
         # 2. What the server has to answer: new weights, or that it has applied the round.
         self.open = set(range(len(layout.tables)))
         """Tables whose end the server has not reported yet."""
-        self.incoming = IncomingWeights(layout, self.memory, self.open, wants)
+        memory_at = round_.session.memory_at
+        self.incoming = IncomingWeights(layout, self.memory, self.open, wants, memory_at)
         if round_.is_read:
             self.open.intersection_update([at for at, n in enumerate(self.incoming.num_pending) if n])
         self.rounds = all_tables.round[layout.index]

@@ -603,6 +603,7 @@ class Session:
                 else:
                     self._lose(server, "has closed the connection", now)
         for server in absences.take_due(now):
+            transport.reconnect(server)
             self._probe(server)
 
     def _lose(self, server: int, why: str, now: float) -> None:

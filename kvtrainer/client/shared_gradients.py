@@ -156,8 +156,8 @@ class SharedGradients:
 
     def open(self) -> None:
         """Map the requested buffers, after a round of the servers that made them. Until then steps copy."""
-        self._forget_former_channels()
-        if self._asked is None:
+        if not self._has_channels() or self._asked is None:
+            self._asked, self.is_coming = None, False  # what was requested was lost with a server
             return
         staging_buffers = {server: asked.staging_buffer for server, asked in self._requests.items()}
         found = {
@@ -241,11 +241,12 @@ class SharedGradients:
         were copied to `targets`.
         """
         self._num_rounds += 1
-        self._forget_former_channels()
+        has_channels = self._has_channels()
         sizes = self._all_sizes if self._is_wanted else self._sizes
         # 1. Ask for buffers. By the second round it is known whether backward passes allocate new gradients.
         is_known = self._is_wanted or self._num_rounds > 1 or not self._long
-        if sizes and sizes != self._asked and self._asked is not self._all_sizes and is_known:
+        is_news = sizes != self._asked and self._asked is not self._all_sizes
+        if sizes and is_news and is_known and has_channels:
             self._request_buffers(sizes)
         # 2. Copy what lies on pages of other servers.
         base = self._memory.ctypes.data
@@ -265,12 +266,15 @@ class SharedGradients:
         found = {index: own for key in here for index, own in self._buffer_parts[key].slices.items()}
         return found | self._filled if are_gathered else found
 
-    def _forget_former_channels(self) -> None:
-        """Have buffers requested again if a server has another channel now, because it was restarted."""
-        now = {server: self._channel(server) for server in self._channels}
-        channels = {server: channel for server, channel in now.items() if channel is not None}
-        if channels != self._channels and len(channels) == len(self._channels):
-            self._channels, self._asked, self.is_coming = channels, None, False
+    def _has_channels(self) -> bool:
+        """Return whether all servers share memory now; if a server was restarted, its buffer has to be made again."""
+        found = {server: self._channel(server) for server in self._channels}
+        channels = {server: channel for server, channel in found.items() if channel is not None}
+        if len(channels) < len(self._channels):
+            return False
+        if channels != self._channels:
+            self._channels, self._asked = channels, None
+        return True
 
     def _request_buffers(self, sizes: Mapping[int, int]) -> None:
         """Request buffers, which servers make before they answer the next round."""

@@ -376,7 +376,10 @@ class StoreExchange(Exchange):
         # 4. The result.
         self._check_mapped(out)
         if self.shared_grads is not None and self.shared_grads.is_coming:
+            former = self.shared_grads.memory
             self.shared_grads.open()
+            if self._staging is not None and self.shared_grads.memory is not former:
+                self._staging.unpin(former)  # of a server that was restarted
         measured, decision = round_.decided.get(self._name, (None, Decision()))
         if self._name in round_.vetoes:
             return RoundResult(frozenset(), True, None, measured, decision)

@@ -200,6 +200,10 @@ class Staging:
         if memory.numel() and memory.data_ptr() not in self._pins:
             self._pins[memory.data_ptr()] = self._stream.pin(memory, is_read_only)
 
+    def unpin(self, memory: Tensor) -> None:
+        """Wait for all copies, and unpin memory that is not used any more; nothing if it is not pinned."""
+        self._pins.pop(memory.data_ptr(), _unpin_nothing)()
+
     def close(self) -> None:
         """Wait for all copies, and unpin the servers' memory; nothing in a forked process."""
         if os.getpid() != self._process:

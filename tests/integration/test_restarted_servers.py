@@ -13,19 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import kvtrainer
 from kvstore_server.protocol import messages as m
 from kvtrainer.common.env import TRANSPORT
 from kvtrainer.errors import ServerLostState, ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
+from tests.integration.test_mapped_tables import Worker as TableWorker
+from tests.integration.test_mapped_tables import expected
+from tests.integration.test_shared_gradients import are_shared
 from tests.integration.test_zero_copy import SHAPES, is_mapped
 from tests.support.drawn_workers import DrawnWorker
 from tests.support.limits import LIMIT
 from tests.support.overlap_loops import CASES, STEPS, Loop
 from tests.support.processes import Members, eventually, round_of, together
-from tests.support.server_restarts import Deaths, RestartedServer
+from tests.support.server_restarts import Deaths, RestartedServer, never
 from tests.support.sparse_model import Embeddings, batches
 
 WAY = "auto"
@@ -105,7 +108,9 @@ def test_a_training_that_servers_interrupt_has_the_bits_of_a_quiet_one(
 
 
 @pytest.mark.usefixtures("far")
-@pytest.mark.parametrize("name", ["plain", "one edited", "fp16, edited", "clipped by the loop", "2bit, dropped"])
+@pytest.mark.parametrize(
+    "name", ["plain", "one edited", "fp16, edited", "clipped by the loop", "2bit, dropped"]
+)
 def test_weights_that_came_before_the_end_of_a_round_are_not_mixed_with_those_of_the_next_process(
     job: Job, name: str
 ) -> None:
@@ -120,28 +125,20 @@ class Worker(DrawnWorker):
 def test_weights_are_mapped_and_gradients_shared_again_with_the_next_process(job: Job) -> None:
     """Also where the new process numbers its memory in another way."""
 
-    def body(kv: DistKVStore, rank: int) -> list[Tensor]:
+    def body(kv: DistKVStore, rank: int) -> tuple[list[Tensor], bool, bool]:
         worker = Worker(kv, rank)
         worker.steps(8)
-        before = [server.plan for server in job.servers]
-        kv.barrier()
-        if not rank:
-            for server in job.servers:
-                server.plan = lambda _: ""  # nobody dies any more
-        kv.barrier()
+        for server in job.servers:
+            server.plan = never
         worker.steps(4)
-        assert all(is_mapped(parameter) for parameter in worker.parameters[:1])
-        assert before
         worker.backward()
-        shared = worker.trainer._binding.exchange.shared_grads
-        assert shared is not None
-        assert shared._last  # gradients have places
-        assert all([buffer.is_free for buffer in shared._staging_buffers.values()])
+        is_shared = are_shared(worker)[0]
         worker.trainer.step(2)
-        return worker.weights()
+        return worker.weights(), is_shared, is_mapped(worker.parameters[0])
 
     found = job.run(body, 2, seed=3) + job.run(body, 2)
-    assert all(all(map(torch.equal, one, found[0])) for one in found)
+    assert all(all(map(torch.equal, weights, found[0][0])) for weights, _, _ in found)
+    assert [(is_shared, is_shown) for _, is_shared, is_shown in found] == [(True, True)] * 4
 
 
 def test_rows_are_read_and_given_as_before(job: Job, way: str) -> None:
@@ -158,34 +155,14 @@ def test_rows_are_read_and_given_as_before(job: Job, way: str) -> None:
     assert all(all(map(torch.equal, one, found[0])) for one in found)
 
 
-class _Table(nn.Module):
-    """A table whose rows are read in the servers' memory, where that is shared."""
+def test_rows_that_are_read_in_the_memory_of_servers_or_asked_for_are_those_of_the_next_process(
+    job: Job, way: str
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[Tensor]:
+        return TableWorker(kv, rank).train(4)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(40_000, 64, sparse=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids).square().sum()
-
-
-def test_rows_that_stay_in_a_store_are_prefetched_and_read_again(job: Job, way: str) -> None:
-    def body(kv: DistKVStore, rank: int) -> Tensor:
-        key, chance = "table", torch.Generator().manual_seed(rank)
-        kv.set_optimizer(kvtrainer.optimizer.create("adagrad", learning_rate=0.1))
-        kv.init(key, torch.ones(40_000, 64))
-        for _ in range(5):
-            ids = torch.randint(40_000, (50,), generator=chance).unique()
-            rows = torch.empty(len(ids), 64)
-            kv.row_sparse_pull(key, out=rows, row_ids=ids)
-            grad = torch.sparse_coo_tensor(ids[None], rows, (40_000, 64))
-            kv.push(key, grad)
-        out = torch.empty(40_000, 64)
-        kv.pull(key, out=out)
-        return out
-
-    found = job.run(body, 2, seed=5, kind=object) + job.run(body, 2)
-    assert all(torch.equal(one, found[0]) for one in found)
+    for rank, seen in enumerate(job.run(body, 2, seed=5, kind=object)):
+        assert all(map(torch.equal, seen, expected(rank, 4)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -219,6 +196,7 @@ def test_verbs_barriers_and_states_survive_deaths_at_any_request(
 @pytest.mark.parametrize("type_", ["dist_async", "dist_ssp"])
 def test_every_push_of_an_asynchronous_job_counts_once(job: Job, way: str, type_: str) -> None:
     def body(kv: DistKVStore, rank: int) -> float:
+        kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=1.0))
         kv.init("sum", torch.zeros(20_000))
         for at in range(30):
             kv.push("sum", torch.full((20_000,), float(1 + at % 3)))
@@ -243,7 +221,7 @@ def test_a_server_that_does_not_come_back_is_an_error_only_after_its_time(
         kv.init("a", torch.zeros(3))
         server.may_return.clear()
         server.plan = Deaths(1, between=(1, 1), most=1)
-        with pytest.raises(ServerUnreachableError, match="did not come back within 0.5 s"):
+        with pytest.raises(ServerUnreachableError, match=r"did not come back within 0\.5 s"):
             round_of(kv, "a", torch.ones(3))
     assert caplog.text.count("waiting up to 0.5 s for it to come back") == 1
 
