@@ -219,6 +219,9 @@ class Engine:
 
         self._finished = OrderedDict.fromkeys(self._durability.finished)
         self.namespaces = self._durability.restore(make_space, self._sessions, now)
+        for name, space in self.namespaces.items():
+            if not space.tables and space.membership.is_over(now, self.config.dead_after):
+                self._kept[name] = _job_of(name)
 
     def begin_log(self, head: Head) -> None:
         """Log the present state, and from now on everything that changes, before it is answered."""
@@ -1208,8 +1211,8 @@ def _answer_pull(
 ) -> list[m.Outgoing]:
     try:
         if isinstance(wanted, m.Pull) and wanted.round >= 0:
-            space.check_is_before(wanted.round, numbers)
-        if isinstance(wanted, m.PullRows):
+            found = [space.weights_before(wanted.round, space.tables[number]) for number in numbers]
+        elif isinstance(wanted, m.PullRows):
             found = [
                 space.rows(rank, table, [table.pulled_part(wanted)], is_pull=True)
                 for table in map(space.table, numbers)

@@ -13,6 +13,7 @@ Counters that only people read (bytes, messages, times that ranks were late) beg
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -113,7 +114,7 @@ def _members(space: Namespace) -> list[Any]:
         sorted(members.finished),
         sorted(members.resumable),
         members.barrier_sequence,
-        list(members.gathered),
+        [[number, list(parts)] for number, parts in members.gathered.items()],
         sorted(rounds.left),
         rounds.shared.num_ended,
         [[ended, text] for ended, text in space.failures],
@@ -151,7 +152,8 @@ def _apply_members(space: Namespace, sessions: Sessions, values: Sequence[Any]) 
     members.departed = dict(departed)
     members.failed, members.finished = set(failed), set(finished)
     members.resumable.update(resumable)  # shared by all namespaces of a job
-    members.barrier_sequence, members.gathered = barrier, tuple(gathered)
+    members.barrier_sequence = barrier
+    members.gathered = OrderedDict((number, tuple(parts)) for number, parts in gathered)
     rounds.left, rounds.shared.num_ended = set(left), num_ended
     space.failures.clear()
     space.failures.extend((ended, text) for ended, text in failures)

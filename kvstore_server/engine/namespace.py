@@ -731,16 +731,28 @@ class Namespace:
             self.note_tables([table.number for table in some.named if table.notes_reads])
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
-    def check_is_before(self, round_: int, tables: Iterable[int]) -> None:
-        """Raise WorkerLostError unless the weights of some tables are those with which a round began."""
-        late = [number for number in tables if self.rounds.shared.number(number) != round_]
-        if late:
-            number = late[0]
+    def weights_before(self, round_: int, table: Table) -> m.Weights:
+        """Return the weights of a table with which a round began, for a process that repeats it.
+
+        Raises WorkerLostError if they are not kept any more.
+        """
+        number = table.number
+        some, open_round = self.batch_of(np.array([number], np.int64)), self.rounds.shared.number(number)
+        if open_round == round_:
+            return self.weights(some, is_pull=True)
+        former = [self.shard.storage.former(slot) for slot in some.resident]
+        kept = [weights for weights in former if weights is not None]
+        are_all = len(kept) == len(former) and len(some.resident) == len(table.unit.slices)
+        if open_round != round_ + 1 or not are_all:
             raise WorkerLostError(
-                f"round {round_} of {self.tables[number].name!r} cannot be repeated on server {self.config.server}, "
-                f"where round {self.rounds.shared.number(number)} is open: a process that committed it to some of the "
-                "servers has died. Restart the job from its last saved states"
+                f"round {round_} of {table.name!r} cannot be repeated on server {self.config.server}, where round "
+                f"{open_round} is open: a process has committed it to some of the servers and died, and the weights "
+                "before it are not kept; dense ones are with --durability process. Restart the job from its last saved "
+                "states"
             )
+        parts = some.parts.copy()
+        parts[:, 1] = table.version - 1
+        return m.Weights(parts, tuple([weights.clone() for weights in kept]))
 
     def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
         """Return weights for ranks that map them: places, or bytes. `are_known`: they know all places."""

@@ -1,7 +1,7 @@
 """Servers that die in the middle of a job and come back with their state: the job ends with the bits of a quiet one.
 
-The servers are threads of the test whose sockets, channels and open rounds are lost (`tests/support/server_restarts.py`). They
-die at requests that are drawn, before or after they have handled them.
+The servers are threads of the test whose sockets, channels and open rounds are lost (`server_restarts`). They die at
+requests that are drawn, before or after they have handled them.
 """
 
 from __future__ import annotations

@@ -652,7 +652,7 @@ def read_not_released(real: Any, self: Any) -> Any:
 @replaces(Table, "undo", ASYNC)
 def undoes_what_others_gave(real: Any, self: Any, whose: int) -> Any:
     """A rank that takes its contribution back takes back whatever came last."""
-    self._last_rank = whose
+    self.last_rank = whose
     return real(self, whose)
 
 
