@@ -157,6 +157,27 @@ def test_a_worker_may_die_again_and_again(tmp_path: Path, undisturbed: Callable[
     assert job["made"][2] < STEPS
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_a_step_whose_commit_reached_one_of_two_servers_is_repeated_from_the_weights_before_it(
+    optimizer: str, transport: str, tmp_path: Path, undisturbed: Callable[..., Job]
+) -> None:
+    environ = {"KVSTORE_TRANSPORT": transport, "KVSTORE_DURABILITY": "process"}
+    job = disturbed(tmp_path, "worker.round.next_commit@1:4", optimizer, {}, **environ)
+    assert job["digest"] == undisturbed(optimizer, {})["digest"]
+    assert job["restarts"] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("point", ["server.journal.copied@1:9", "server.commit.logged@0:12"])
+def test_a_server_and_a_worker_may_die_in_one_job(
+    point: str, tmp_path: Path, undisturbed: Callable[..., Job]
+) -> None:
+    points = f"{point},worker.round.committed@2:5"
+    job = disturbed(tmp_path, points, "adam", {}, KVSTORE_DURABILITY="process")
+    assert job["digest"] == undisturbed("adam", {})["digest"]
+    assert job["restarts"] == [0, 0, 1]
+
+
 def refusals(rank: int, workers: int) -> Results:
     def trainer(**options: Any) -> kvtrainer.Trainer:
         return kvtrainer.Trainer(model().named_parameters(), "sgd", kvstore="dist_sync", **options)

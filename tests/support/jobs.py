@@ -65,7 +65,7 @@ def run_job(
         in_group: Whether the workers are also ranks of torch.distributed, over gloo. A group that `body` makes itself
             and leaves behind is not ended in order.
         restarts: How often a worker that a signal killed is started again.
-        environ: More variables of all processes.
+        environ: More variables of all processes. With KVSTORE_DURABILITY=process, servers are supervised.
 
     Raises:
         AssertionError: the job failed or took too long; shows its output.
@@ -160,6 +160,7 @@ class _Members:
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self.log = folder / "output.txt"
         self._environ = {**_environ(folder), **environ}
+        self._is_supervised = environ.get("KVSTORE_DURABILITY") == "process"
         self._output = self.log.open("ab")
         self._input = open(os.devnull, "rb")  # noqa: SIM115
         self._servers: list[Fork] = []
@@ -214,6 +215,7 @@ class _Members:
         for index in range(count):
             ours, theirs = os.pipe()
             flags = ["--index", str(index), "--num-servers", str(count), "--ready-fd", str(theirs)]
+            flags += ["--supervise"] * self._is_supervised
             self._servers.append(self._start(["-m", "kvstore_server", *flags], {}, [theirs]))
             os.close(theirs)
             ready.append(ours)
