@@ -243,16 +243,16 @@ def test_something_else_than_random_states_is_refused(damage: dict[str, Any]) ->
     assert get_random_state() == before
 
 
-def counting(rank: int, workers: int, kvstore: str, steps: int) -> Results:
+def counting(rank: int, workers: int, kvstore: str, steps: int, size: int) -> Results:
     """Every push adds one to the weights, exactly; the data cursor is the script's own state."""
-    weight = torch.nn.Parameter(torch.zeros(2000))
+    weight = torch.nn.Parameter(torch.zeros(size))
     options = {"learning_rate": 1.0}
     with kvtrainer.Trainer([weight], "sgd", options, kvstore=kvstore) as trainer:
         start = trainer.resume()
         cursor = start.client_state["cursor"] if start.client_state else 0
         while cursor < steps:
             cursor += 1
-            weight.grad = torch.full((2000,), -1.0)
+            weight.grad = torch.full((size,), -1.0)
             trainer.client_state = {"cursor": cursor}
             trainer.step(1)
         store = trainer.kvstore
@@ -271,6 +271,16 @@ def test_pushes_that_count_one_by_one_count_once_over_a_restart(
     fired = tmp_path / "fired"
     fired.mkdir()
     environ = {FAILPOINT: f"worker.round.{point}@1:6", FAILPOINT_DIR: str(fired)}
-    job = run_job(counting, tmp_path, 3, 1, kvstore, 12, restarts=1, environ=environ)
+    job = run_job(counting, tmp_path, 3, 1, kvstore, 12, 2000, restarts=1, environ=environ)
     assert len(list(fired.iterdir())) == 1
     assert job["counts"] == [[36.0]] * 3
+
+
+@pytest.mark.parametrize("point", ["worker.round.next_commit@1:6", "server.update.next_chunk@1:9"])
+def test_every_server_counts_every_push_once_whoever_dies(point: str, tmp_path: Path) -> None:
+    fired = tmp_path / "fired"
+    fired.mkdir()
+    environ = {FAILPOINT: point, FAILPOINT_DIR: str(fired), "KVSTORE_DURABILITY": "process"}
+    job = run_job(counting, tmp_path, 3, 2, "dist_async", 8, 600_000, restarts=1, environ=environ)
+    assert len(list(fired.iterdir())) == 1
+    assert job["counts"] == [[24.0]] * 3
