@@ -13,6 +13,7 @@ import torch
 
 from kvtrainer.errors import ConfigurationError
 from tests.frameworks.jobs import need
+from tests.support.limits import LIMIT
 
 need("ray", "test-ray")
 
@@ -85,16 +86,47 @@ def end(victim: str) -> None:
 
     if victim == "worker":
         os.kill(os.getpid(), 9)
-    actors = [
-        one
-        for one in psutil.Process().parent().children()
-        if "KVServer" in "".join([one.name(), *one.cmdline()])
-    ]
+    actors = actors_of_servers()
     servers = [child for actor in actors for child in actor.children() if "kvstore_server" in child.cmdline()]
     assert len(servers) == 2
     for actor in actors:
         actor.kill()
     psutil.wait_procs(servers)
+
+
+def actors_of_servers() -> list[Any]:
+    """The processes of the actors that own servers."""
+    import psutil
+
+    siblings = psutil.Process().parent().children()
+    return [one for one in siblings if "KVServer" in "".join([one.name(), *one.cmdline()])]
+
+
+def kill_supervised(config: dict[str, Any]) -> str:
+    """Kill the servers, but not their supervisors, and wait until all answer again; return their addresses."""
+    import time
+
+    import psutil
+
+    from kvstore_server import probe
+
+    servers = os.environ["KVSTORE_SERVERS"]
+    if os.environ["KVSTORE_RANK"] == "0":
+        supervisors = [child for actor in actors_of_servers() for child in actor.children()]
+        killed = [one for supervisor in supervisors for one in supervisor.children()]
+        assert len(killed) == 2
+        for one in killed:
+            one.kill()
+        psutil.wait_procs(killed)
+        while any(probe.ask(address, LIMIT) for address in servers.split(",")):
+            time.sleep(0.05)
+    return servers
+
+
+def test_a_killed_server_process_comes_back_at_its_address_and_the_job_goes_on(tmp_path: Path) -> None:
+    result = run(kill_supervised, {}, tmp_path, restart=1)
+    assert result.error is None
+    assert result.return_value.count("tcp://") == 2
 
 
 def test_a_killed_worker_restarts_the_job_from_its_last_checkpoint_and_the_result_is_a_plain_loops(
@@ -135,3 +167,5 @@ def test_a_job_without_workers_or_servers_is_refused() -> None:
         KVTrainer(train, num_servers=0)
     with pytest.raises(ConfigurationError, match="beside backend_config"):
         KVTrainer(train, num_servers=2, backend_config=KVStoreConfig(num_servers=3))
+    with pytest.raises(ConfigurationError, match="restart is -1"):
+        KVStoreConfig(restart=-1)

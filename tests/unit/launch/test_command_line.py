@@ -28,23 +28,30 @@ Call = Callable[..., tuple[list[str], dict[str, str], JobTimeouts]]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Runs kvlaunch as far as a launcher; what that is given: the workers' command, environment and limits."""
-    given: list[tuple[Any, ...]] = []
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What launchers are given, which run nothing."""
+    arguments: list[tuple[Any, ...]] = []
 
     class Noted:
-        def __init__(self, *arguments: Any) -> None:
-            given.append(arguments)
+        def __init__(self, *given: Any) -> None:
+            arguments.append(given)
 
         def run(self) -> int:
             return 0
+
+    monkeypatch.setattr(kvlaunch, "Launcher", Noted)
+    return arguments
+
+
+@pytest.fixture
+def launched(given: list[tuple[Any, ...]]) -> Call:
+    """Runs kvlaunch as far as a launcher; what that is given: the workers' command, environment and limits."""
 
     def run(*arguments: str) -> tuple[list[str], dict[str, str], JobTimeouts]:
         assert kvlaunch.main(list(arguments)) == 0
         command, _, _, environ, limits, *_ = given[-1]
         return command, environ, limits
 
-    monkeypatch.setattr(kvlaunch, "Launcher", Noted)
     return run
 
 
@@ -76,6 +83,36 @@ def test_after_an_unannounced_death_the_others_get_the_time_of_silence_unless_on
     assert limits.linger_unheard == seconds
 
 
+@pytest.mark.parametrize(
+    ("flags", "supervised"),
+    [([], False), (["--restart", "3"], True), (["--restart", "3", "--durability", "off"], False)],
+)
+def test_servers_are_supervised_where_they_come_back_with_their_weights(
+    given: list[tuple[Any, ...]], flags: list[str], supervised: bool
+) -> None:
+    assert kvlaunch.main(["-n", "1", "-s", "2", *flags, "true"]) == 0
+    _, _, servers, *_, restarts = given[-1]
+    assert restarts == (3 if flags else 0)
+    for command in servers:
+        parsed = cli.build_parser({}).parse_args(command[command.index("kvstore_server") + 1 :])
+        assert (parsed.supervise, parsed.restarts) == ((True, 3) if supervised else (False, None))
+
+
+def test_what_servers_and_workers_read_for_themselves_is_passed_on(launched: Call) -> None:
+    _, environ, _ = launched("-n", "1", "--durability", "process", "--rejoin-timeout", "2.5", "true")
+    assert (environ["KVSTORE_DURABILITY"], environ["KVSTORE_REJOIN_TIMEOUT"]) == ("process", "2.5")
+
+
+def test_a_job_does_not_inherit_the_supervisor_of_its_launcher(
+    launched: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("NOTIFY_SOCKET", "FDSTORE", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID", "KVSTORE_RESTARTS")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    _, environ, _ = launched("-n", "1", "true")
+    assert environ.keys() & set(names) == set()
+
+
 def test_a_terminal_is_told_what_starts(
     launched: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +137,8 @@ def test_a_terminal_is_told_what_starts(
         (["-n", "1", "-s", "-1", "true"], "'-1' is not a whole number of at least 0"),
         (["-n", "1", "--grace", "nan", "true"], "'nan' is not a number of seconds"),
         (["-n", "1", "--start-timeout=-5", "true"], "'-5' is not a number of seconds"),
+        (["-n", "1", "--restart", "-1", "true"], "'-1' is not a whole number of at least 0"),
+        (["-n", "1", "--durability", "disk", "true"], "invalid choice: 'disk'"),
         (["-n", "1", "-s", "0", "--dashboard", "0", "true"], "--dashboard shows what servers say"),
         (["-n", "1", "--dashboard", "a:b", "true"], r"'a:b' is not \[HOST:\]PORT"),
         (["-n", "1", "-H", "/no/such/file", "true"], "cannot read the host file /no/such/file"),

@@ -130,6 +130,19 @@ def test_descriptors_of_other_messages_are_closed(store: DescriptorStore, messag
     assert (store.names, num_open()) == ([], before)
 
 
+def test_a_barrier_is_lifted_once_what_came_before_it_is_kept(store: DescriptorStore) -> None:
+    end, passed = os.pipe()
+    assert notify({"NOTIFY_SOCKET": store.address}, "FDSTORE=1\nFDNAME=arena", [memory()])
+    assert notify({"NOTIFY_SOCKET": store.address}, "BARRIER=1", [passed])
+    os.close(passed)
+    os.set_blocking(end, False)
+    with pytest.raises(BlockingIOError):
+        os.read(end, 1)
+    store.receive(os.getpgrp())
+    assert (os.read(end, 1), store.names) == (b"", ["arena"])
+    os.close(end)
+
+
 def test_messages_of_another_process_group_count_for_nothing(store: DescriptorStore) -> None:
     before = num_open()
     program = """

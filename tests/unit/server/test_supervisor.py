@@ -273,6 +273,20 @@ def test_a_supervisor_loads_neither_torch_nor_zeromq_nor_numpy() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_a_command_with_a_supervisor_loads_none_of_them_either_and_says_why_it_cannot_start() -> None:
+    flags = ["--supervise", "--bind", "tcp://192.0.2.1:0"]
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "kvstore_server", *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert (done.returncode, len(said)) == (1, 1)
+    assert said[0].startswith("kvstore-server: cannot listen on tcp://192.0.2.1:0: ")
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "kvstore_server.supervisor" in loaded
+    assert {"torch", "zmq", "numpy"} & loaded == set()
+
+
 # The port.
 
 
