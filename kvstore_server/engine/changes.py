@@ -34,6 +34,8 @@ class Changes:
     """No image says yet that there is this namespace."""
     num_declared: int = 0
     """Tables whose declaration is in an image."""
+    num_barriers: int = 0
+    """Barriers whose outcome is in an image, as far as it is kept."""
     entries: dict[int, list[Entries]] = field(default_factory=dict)
     """Block → the entries of its segments in the images so far."""
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
@@ -71,7 +73,7 @@ class Changes:
         self.tables, self.hypers = set(every), set(every)
         self.clients = set(space.client_states)
         self.has_members = self.has_optimizer = self.is_new = True
-        self.num_declared = 0
+        self.num_declared = self.num_barriers = 0
         self.entries, self.tensors, self.steps = {}, [], {}
 
     def clear(self) -> None:

@@ -68,7 +68,8 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
     if changes.has_optimizer:
         image["optimizer"] = space.optimizer.sent()
     if changes.has_members:
-        image["members"] = _members(space)
+        image["members"] = _members(space, changes.num_barriers)
+        changes.num_barriers = space.membership.barrier_sequence
         image["sessions"] = _session_rows(sessions, changes.sessions)
     if changes.hypers:
         image["hypers"] = _hypers(space, sorted(changes.hypers))
@@ -105,7 +106,7 @@ def register_of(row: Sequence[Any]) -> tuple[int, m.Register]:
 # ---------------------------------------------------------------- members
 
 
-def _members(space: Namespace) -> list[Any]:
+def _members(space: Namespace, first_barrier: int) -> list[Any]:
     members, rounds = space.membership, space.rounds
     return [
         {rank: session.token for rank, session in members.members.items()},
@@ -114,7 +115,8 @@ def _members(space: Namespace) -> list[Any]:
         sorted(members.finished),
         sorted(members.resumable),
         members.barrier_sequence,
-        [[number, list(parts)] for number, parts in members.gathered.items()],
+        next(iter(members.gathered), 0),
+        [[at, list(data)] for at, data in members.gathered.items() if at >= first_barrier],
         sorted(rounds.left),
         rounds.shared.num_ended,
         [[ended, text] for ended, text in space.failures],
@@ -144,7 +146,7 @@ def restore_sessions(sessions: Sessions, rows: Iterable[Sequence[Any]], now: flo
 
 
 def _apply_members(space: Namespace, sessions: Sessions, values: Sequence[Any]) -> None:
-    tokens, departed, failed, finished, resumable, barrier, gathered, left, num_ended, failures = values
+    tokens, departed, failed, finished, resumable, *barriers, left, num_ended, failures = values
     members, rounds = space.membership, space.rounds
     members.members = {
         rank: session for rank, token in tokens.items() if (session := sessions.known(token)) is not None
@@ -152,8 +154,10 @@ def _apply_members(space: Namespace, sessions: Sessions, values: Sequence[Any]) 
     members.departed = dict(departed)
     members.failed, members.finished = set(failed), set(finished)
     members.resumable.update(resumable)  # shared by all namespaces of a job
-    members.barrier_sequence = barrier
-    members.gathered = OrderedDict((number, tuple(parts)) for number, parts in gathered)
+    members.barrier_sequence, first, gathered = barriers
+    members.gathered |= {at: tuple(data) for at, data in gathered}
+    for at in [at for at in members.gathered if at < first]:
+        del members.gathered[at]
     rounds.left, rounds.shared.num_ended = set(left), num_ended
     space.failures.clear()
     space.failures.extend((ended, text) for ended, text in failures)
