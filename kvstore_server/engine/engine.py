@@ -426,6 +426,7 @@ class Engine:
         # 2. Slices. They are provisional until their rank commits.
         if has_pushes:
             space.push(sender.rank, body)
+            space.note_begun()
         out: list[m.Outgoing] = []
         if space.rounds.pipelined and has_pushes:
             out += pipelined.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
@@ -456,6 +457,7 @@ class Engine:
             some = space.batch_of(commits[:, 0])
         # 2. Record the commits. `verdicts` is None if all were accepted, which is the common case.
         verdicts = tracker.commit(rank, commits, body, sender.waiter, now)
+        space.note_begun()
         if verdicts is not None:
             some = space.batch_of(some.tables[verdicts == CommitStatus.ACCEPTED])
             out += self._answer_others(sender, tracker, commits, verdicts, body)

@@ -267,6 +267,12 @@ class Namespace:
         if self.changes is not None:
             self.changes.note_tables(numbers)
 
+    def note_begun(self) -> None:
+        """Like `note_tables`, for those for which lanes have begun."""
+        if self.rounds.begun:
+            self.note_tables(self.rounds.begun)
+            self.rounds.begun.clear()
+
     def note_members(self) -> None:
         """Like `note_tables`, for members and the barrier."""
         if self.changes is not None:

@@ -769,6 +769,8 @@ class NamespaceRounds:
         """Ranks whose processes left because they were done."""
         self.pipelined: set[int] = set()
         """Tables whose open round is partly applied. No rank may read them until it is over."""
+        self.begun: set[int] = set()
+        """Tables for which a lane has begun; emptied by who stores that."""
         self._is_sync, self.bound = mode.is_sync, mode.bound
         self.lanes: dict[int, RoundTracker] = {}
         self._clocks: dict[int, list[int]] = {}
@@ -808,6 +810,7 @@ class NamespaceRounds:
         for at in np.flatnonzero(lane.numbers[tables] == 0):
             table, number = int(tables[at]), int(rounds[at])
             lane.numbers[table] = max(1, number)
+            self.begun.add(table)
             self.clocks(table)[rank] = max(self.clocks(table)[rank], number - 1)
         return lane
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -156,9 +156,12 @@ class Schedule(ABC):
         self.options = self._options()
         tokens = partial(random.Random(seed).getrandbits, 64)
         self.servers = [
-            self._referee(Engine(EngineConfig(server, NUM_SERVERS, run=server + 1), tokens=tokens))
+            self._referee(self._engine(EngineConfig(server, NUM_SERVERS, run=server + 1), tokens))
             for server in range(NUM_SERVERS)
         ]
+
+    def _engine(self, config: EngineConfig, tokens: Callable[[], int]) -> Engine:
+        return Engine(config, tokens=tokens)
 
     @abstractmethod
     def _options(self) -> SimOptions:

@@ -34,6 +34,16 @@ class HeldDescriptors:
         """What the next process gets, newest first: the order must not matter."""
         return [Kept(one.name, os.dup(one.fd)) for one in reversed(self.fds)]
 
+    def copied(self) -> HeldDescriptors:
+        """What a supervisor has if the process is killed now; changing it does not change what the process has."""
+        found = HeldDescriptors()
+        for name, fd in self.fds:
+            copy = os.memfd_create("copy")
+            data = os.pread(fd, os.fstat(fd).st_size, 0)
+            os.pwrite(copy, data, 0)
+            found.fds.append(Kept(name, copy))
+        return found
+
     def close(self) -> None:
         for one in self.fds:
             os.close(one.fd)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvstore_server.codec import make_codec, torch_dtype
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode, RoundTracker
 from kvstore_server.engine.table import Table
 from kvstore_server.optimizer import create
 from kvstore_server.optimizer.state import pack_states
@@ -240,39 +240,68 @@ class Job:
 
     def facts(self) -> dict[str, Any]:
         """All that must not depend on crashes: rounds, weights, optimizer state, counts, and what workers were told."""
-        space = self.engine.namespaces["job"]
-        shard, found = space.shard, dict[str, Any]()
-        for table in space.tables:
-            unit, name = table.unit, table.name
-            slots = range(unit.first, unit.end)
-            found[name, "weights"] = [_bytes(shard.storage.padded[slot]) for slot in slots]
-            found[name, "state"] = [
-                _plain(pack_states(shard.get_state(unit, slice_.index))) for slice_ in unit.slices
-            ]
-            found[name, "counts"] = shard.counts[
-                unit.first_key : unit.first_key + len(table.plan.specs)
-            ].tolist()
-            found[name, "round"] = space.rounds.shared.number(table.number)
-            found[name, "failed"] = space.rounds.shared.first_failed(np.array([table.number])).tolist()
-            found[name, "clocks"] = list(space.rounds.clocks(table.number))
-            found[name, "applied"] = table.rounds_applied, table.keys_applied
-            found[name, "hyper"] = table.hyper.sent()
-            if not self.case.is_pipelined:  # a round that begins again counts as a change
-                found[name, "version"] = table.version
-            if table.deltas is not None:
-                found[name, "workers"] = {slot: _bytes(one) for slot, one in table.deltas.weights.items()}
-            found[name, "reads"] = {
-                rank: [(one.version, [_bytes(w) for w in one.weights]) for one in reads]
-                for rank, reads in unit.reads.items()
-            }
-        lanes = space.rounds.lanes.items()
-        found["lanes"] = {rank: lane.numbers[: len(space.tables)].tolist() for rank, lane in lanes}
-        members = space.membership
-        found["barrier"] = members.barrier_sequence, members.gathered
-        found["members"] = sorted(members.members), members.departed
-        found["clients"] = space.client_states
-        found["optimizer"] = space.optimizer.sent()
-        return found
+        return state_of(self.engine, "job", with_versions=not self.case.is_pipelined)
+
+
+def state_of(engine: Engine, name: str, with_versions: bool = True) -> dict[str, Any]:
+    """What must survive of a namespace; of a table whose round is partly applied, what it was before.
+
+    Args:
+        with_versions: False if rounds were applied slice by slice: one that begins again counts as a change.
+    """
+    space = engine.namespaces[name]
+    shard, found = space.shard, dict[str, Any]()
+    for table in space.tables:
+        unit, number, key = table.unit, table.number, table.name
+        undo = None if table.pipelined is None else table.pipelined.undo
+        counts = shard.counts[unit.first_key : unit.first_key + len(table.plan.specs)]
+        weights = [shard.storage.padded[slot] for slot in range(unit.first, unit.end)]
+        states = [shard.get_state(unit, slice_.index) for slice_ in unit.slices]
+        if undo is not None:
+            weights, states, counts = undo.weights, undo.states, undo.counts
+        found[key, "weights"] = [_bytes(one) for one in weights]
+        found[key, "state"] = [_plain(pack_states(one)) for one in states]
+        found[key, "counts"] = counts.tolist()
+        found[key, "round"] = space.rounds.shared.number(number)
+        found[key, "failed"] = _failed(space.rounds.shared, number)
+        found[key, "clocks"] = list(space.rounds.clocks(number)), sorted(space.rounds.joined(number))
+        found[key, "applied"] = (
+            table.rounds_applied,
+            table.keys_applied,
+            table.undone,
+            table.decisions_differing,
+        )
+        found[key, "hyper"] = table.hyper.sent()
+        found[key, "conflict"] = str(table.conflict), table.is_initialised, table.last_rank
+        if with_versions:
+            found[key, "version"] = table.version + (undo is not None), table.ends
+        if table.deltas is not None:
+            found[key, "workers"] = {slot: _bytes(one) for slot, one in table.deltas.weights.items()}
+        found[key, "reads"] = {
+            rank: [(one.version, [_bytes(w) for w in one.weights]) for one in reads]
+            for rank, reads in unit.reads.items()
+        }
+        for rank, lane in space.rounds.lanes.items():
+            found[key, "lane", rank] = lane.number(number), _failed(lane, number)
+    members = space.membership
+    found["barrier"] = members.barrier_sequence, dict(members.gathered)
+    found["members"] = sorted(members.members), members.departed, members.failed, members.finished
+    found["left"] = space.rounds.left, members.resumable
+    found["clients"] = space.client_states
+    found["optimizer"] = space.optimizer.sent()
+    return found
+
+
+def sessions_of(engine: Engine, name: str) -> dict[int, tuple[m.Hello, str | None]]:
+    """Token of each session of a namespace → its hello, and why it ended."""
+    sessions = engine._sessions
+    named = sessions.named(sessions.of_namespace(name))
+    return {session.token: (session.hello, reason) for session, reason in named}
+
+
+def _failed(tracker: RoundTracker, table: int) -> tuple[int, dict[int, str]]:
+    [first] = tracker.first_failed(np.array([table])).tolist()
+    return first, {at: repr(error) for at, error in tracker.failures(table).items()}
 
 
 def _bytes(tensor: Tensor) -> bytes:
