@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from kvstore_server.engine import durability
 from kvstore_server.engine.agreed_options import pack_hypers
@@ -21,7 +23,8 @@ from kvstore_server.optimizer import create, registry
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
-from kvstore_server.transport.arena import Leases
+from kvstore_server.transport.arena import Leases, SharedArena
+from kvstore_server.transport.exports import WeightExports
 from tests.sim.schedule import Cautious
 from tests.support.durable import HeldDescriptors, crash_at
 from tests.support.restarts import Case, Job
@@ -30,6 +33,7 @@ MATRIX = TensorSpec("matrix", (5, 7), "float32")
 VECTOR = TensorSpec("vector", (40,), "float32")
 TABLE = TensorSpec("table", (20, 4), "float32", 0, True)
 HALF = TensorSpec("half", (33,), "float16")
+BIG = TensorSpec("big", (400_000,), "float32")
 LONG = TensorSpec("long", (70_000,), "float32")
 
 
@@ -320,3 +324,47 @@ def test_a_rank_that_was_taken_over_stays_fenced_after_a_restart(store: HeldDesc
     again.sessions = {0: welcome.session}
     assert again.ask(0, m.Heartbeat()) == [m.Pending(())]
     assert again.ask(0, replace(hello, nonce=b"another")) == [welcome]
+
+
+# ---------------------------------------------------------------- weights that workers map
+
+
+def exporting(store: HeldDescriptors) -> tuple[Job, WeightExports]:
+    leases = Leases()
+    exports = WeightExports(leases)
+    leases.export, leases.place_of = exports.add, lambda weights: exports.find([weights])
+    return Job(Case([[BIG]], ("sgd", {}), rounds=2), store, leases=leases), exports
+
+
+def test_exported_weights_keep_their_numbers_and_places(store: HeldDescriptors) -> None:
+    job, exports = exporting(store)
+    job.run()
+    places = list(job.engine.namespaces["job"].shard.storage.places)
+    assert max(places) >= 0
+    # A worker keeps its mapping, over the end of the process that made the memory.
+    [number] = exports.fds
+    seen = SharedArena(os.dup(exports.fds[number]), is_ours=False)
+    exports.close()
+    again, more = exporting(store)
+    again.sessions = job.sessions
+    assert list(more.fds) == [number]
+    assert list(again.engine.namespaces["job"].shard.storage.places) == places
+    before = seen.data.clone()
+    again.case.rounds = 3
+    *_, last, _ = again.steps()
+    assert again.send(list(last))
+    assert not torch.equal(seen.data, before)
+    more.close()
+
+
+def test_workers_cannot_write_exported_weights(store: HeldDescriptors) -> None:
+    job, exports = exporting(store)
+    job.run()
+    [fd] = exports.fds.values()
+    with pytest.raises(OSError, match=r"denied|permitted"):
+        mmap.mmap(fd, 4096, mmap.MAP_SHARED)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(store.fds[0].fd if "memory" in store.fds[0].name else store.fds[1].fd, 1)
+    exports.close()
