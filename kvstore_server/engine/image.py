@@ -361,7 +361,7 @@ def _shard_columns(space: Namespace, tables: Sequence[Table]) -> Image:
         found["moved"] = moved
     found["notes"] = shard.notes_changes
     found["deltas"] = [[t.number, _deltas(t, changes.steps)] for t in tables if t.deltas is not None]
-    found["reads"] = [[t.number, t.more_reads, *_reads(t)] for t in tables if t.unit.reads]
+    found["reads"] = [[t.number, t.more_reads, _reads(t)] for t in tables if t.unit.reads]
     return found
 
 
@@ -459,13 +459,9 @@ def _deltas(table: Table, known: dict[int, int]) -> list[Any]:
 
 
 def _reads(table: Table) -> list[Any]:
-    kept = _Distinct()
-
-    def encoded(read: Read) -> list[Any]:
-        return [read.version, [_tensor_values(one) for one in read.weights]]
-
-    rows = [[rank, [kept.index(one, encoded) for one in reads]] for rank, reads in table.unit.reads.items()]
-    return [kept.values, rows]
+    unit = table.unit
+    unit.stored_copies = frozenset(one.copy for own in unit.reads.values() for one in own)
+    return [[rank, [[one.version, one.copy] for one in own]] for rank, own in unit.reads.items()]
 
 
 def _apply_shard(space: Namespace, values: Image) -> None:
@@ -513,9 +509,14 @@ def _apply_shard(space: Namespace, values: Image) -> None:
         deltas = space.tables[number].deltas
         assert deltas is not None
         deltas.restore(of_deltas, news)
-    for number, more, kept_reads, of_ranks in values["reads"]:
-        reads = [Read(version, [_tensor_of(one) for one in weights]) for version, weights in kept_reads]
-        space.tables[number].unit.reads = {rank: [reads[at] for at in own] for rank, own in of_ranks}
+    for number, more, reads in values["reads"]:
+        unit = space.tables[number].unit
+        copies: dict[tuple[int, int], Read] = {}
+        for rank, own in reads:
+            for version, copy in own:
+                copies.setdefault((version, copy), shard.stored_read(unit, version, copy))
+            unit.reads[rank] = [copies[version, copy] for version, copy in own]
+        unit.stored_copies = frozenset(copy for _, copy in copies)
         space.restore_more_reads(space.tables[number], more)
 
 

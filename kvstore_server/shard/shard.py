@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, count, pairwise, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -709,7 +709,24 @@ class Shard:
         """
         present = enumerate(self.storage.visible[unit.first : unit.end], unit.first)
         others = others or {}
-        return Read(version, [others.get(slot, weight)[: len(weight)].clone() for slot, weight in present])
+        read = [(slot, others.get(slot, weight)[: len(weight)]) for slot, weight in present]
+        if self._journal is None:
+            return Read(version, [weight.clone() for _, weight in read])
+        # The first copy that neither a rank nor a restarted process has read.
+        used = {one.copy for own in unit.reads.values() for one in own} | unit.stored_copies
+        copy = next(at for at in count() if at not in used)
+        kept = self.stored_read(unit, version, copy)
+        for (_, weight), own in zip(read, kept.weights, strict=True):
+            own.copy_(weight)
+        return kept
+
+    def stored_read(self, unit: Unit, version: int, copy: int) -> Read:
+        """Return a copy of a unit's weights in memory that outlives the process."""
+        weights = []
+        for slot in range(unit.first, unit.end):
+            own = self.storage.durable_part(f"reads{copy}", slot)
+            weights.append(own[: self.storage.slots[slot].slice.used])
+        return Read(version, weights, copy)
 
     def restore_read(self, unit: Unit, rank: int, version: int, name: str) -> None:
         """Copy the weights that a rank read at `version` into the optimizer state `name`; forget its other reads."""

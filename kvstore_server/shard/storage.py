@@ -210,6 +210,8 @@ class Read(NamedTuple):
     version: int
     weights: list[Tensor]
     """For each slot; shared between ranks, so they must not be changed."""
+    copy: int = -1
+    """Which copy in memory that outlives the process they are; -1: they do not."""
 
 
 @dataclass(eq=False)
@@ -233,6 +235,8 @@ class Unit:
     """Rank → the weights that it was sent, oldest first; it computes its next gradient with one of them. Only for
     optimizers with delay compensation.
     """
+    stored_copies: frozenset[int] = frozenset()
+    """The copies of `reads` to which a restarted process would return, so that they must not be overwritten."""
     hypers: Hypers | None = None
 
     @property
