@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer.state import Entries
 
 
@@ -20,6 +21,8 @@ class Changes:
     """
 
     mark: Callable[[], object]
+    segments: BoundedCache[Any]
+    """Where tables are whose rounds end together; see `image`."""
     tables: set[int] = field(default_factory=set)
     """Tables of which a round ended, or that changed in another way."""
     hypers: set[int] = field(default_factory=set)

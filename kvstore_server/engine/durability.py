@@ -25,7 +25,6 @@ from kvstore_server.durable.fd_store import PREFIX, DescriptorStore, Kept
 from kvstore_server.durable.journal import SHADOW, Journal, undo_ranges, undo_rows
 from kvstore_server.durable.log import Log, Record, read_generation, read_records
 from kvstore_server.durable.memory import REGION, DurableMemory, Region
-from kvstore_server.engine.changes import Changes
 from kvstore_server.engine.image import (
     Image,
     apply_image,
@@ -192,8 +191,8 @@ class Durability:
 
     # ---------------------------------------------------------------- what an engine does
 
-    def begin(self, name: str, number: int | None = None) -> tuple[Journal, str, Changes]:
-        """Begin to log a namespace; return the journal, the prefix of its memory, and its changes."""
+    def begin(self, name: str, number: int | None = None) -> tuple[Journal, str, Callable[[], None]]:
+        """Begin to log a namespace; return the journal, the prefix of its memory, and what marks it as changed."""
         if number is None:
             self._last_space += 1
             number = self._last_space
@@ -202,7 +201,7 @@ class Durability:
         def mark() -> None:
             self._dirty.add(name)
 
-        return self.journal, str(number), Changes(mark)
+        return self.journal, str(number), mark
 
     def end(self, name: str) -> None:
         """Log with the next commit that a namespace has ended; its memory is given back then."""

@@ -16,7 +16,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -26,7 +26,7 @@ from torch import Tensor
 from kvstore_server.durable.memory import typed
 from kvstore_server.engine.membership import RankSession, Sessions
 from kvstore_server.engine.namespace import Namespace
-from kvstore_server.engine.rounds import RoundTracker
+from kvstore_server.engine.rounds import Ints, RoundTracker
 from kvstore_server.engine.table import RoundEnd, Table
 from kvstore_server.errors import KVStoreError, RecoveryError, from_wire, to_wire
 from kvstore_server.optimizer.state import Entries, FlatEntry
@@ -36,7 +36,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.shard.norms import Decision
 from kvstore_server.shard.shard import Partial
-from kvstore_server.shard.storage import Block, Read, Undo
+from kvstore_server.shard.storage import Block, Read, Storage, Undo
 
 Image = dict[str, Any]
 
@@ -304,6 +304,36 @@ def _undo_of(table: Table) -> Undo | None:
     return None if table.pipelined is None else table.pipelined.undo
 
 
+class Segments(NamedTuple):
+    """Where some tables are in the shard."""
+
+    tables: tuple[int, ...]
+    runs: list[tuple[int, int, int]]
+    """(block, first, end) of adjacent segments."""
+    keys: list[tuple[int, int]]
+    """(first, end) of adjacent keys."""
+    slots: Ints
+
+
+def _segments_of(blocks: Mapping[int, int], storage: Storage, tables: Sequence[Table]) -> Segments:
+    runs: list[tuple[int, int, int]] = []
+    keys: list[tuple[int, int]] = []
+    slots: list[int] = []
+    for table in tables:
+        unit = table.unit
+        first, end = unit.first_key, unit.first_key + len(unit.plan.specs)
+        if keys and keys[-1][1] == first:
+            first = keys.pop()[0]
+        keys.append((first, end))
+        slots += range(unit.first, unit.end)
+        for slot in storage.slots[unit.first : unit.end]:
+            block, begin = blocks[id(slot.block)], slot.first
+            if runs and runs[-1][0] == block and runs[-1][2] == begin:
+                begin = runs.pop()[1]
+            runs.append((block, begin, slot.last))
+    return Segments(tuple(table.number for table in tables), runs, keys, np.array(slots, np.int64))
+
+
 def _shard_columns(space: Namespace, tables: Sequence[Table]) -> Image:
     """Return update counts, and which state each segment has; tensors of other shapes by value."""
     shard, changes = space.shard, space.changes
@@ -319,42 +349,35 @@ def _shard_columns(space: Namespace, tables: Sequence[Table]) -> Image:
         ):  # fmt: skip
             found.setdefault("blocks", []).append([number, _memory_of(space, block)])
             changes.tensors[number : number + 1] = [dict(block.states.tensors)]
-    # 2. Adjacent segments of all tables, by block; those of a round in progress as they were before it.
-    runs: list[list[int]] = []
-    steps: list[np.ndarray[Any, Any]] = []
-    counts: list[np.ndarray[Any, Any]] = []
+    # 2. Update counts and segments; those of a round in progress as they were before it.
+    named = [table for table in tables if _undo_of(table) is None]
+    where = changes.segments.get(tuple([table.number for table in named]), _segments_of, at, storage, named)
+    counts = [shard.counts[first:end] for first, end in where.keys]
+    steps = [storage.all_blocks[block].states.steps[first:end] for block, first, end in where.runs]
     entries: list[list[int]] = []
-    for table in tables:
-        unit, undo = table.unit, _undo_of(table)
-        first, end = unit.first_key, unit.first_key + len(unit.plan.specs)
-        counts.append(shard.counts[first:end] if undo is None else undo.counts)
-        for number in range(unit.first, unit.end):
+    for block, first, end in where.runs:
+        of_block = storage.all_blocks[block].states.entries
+        _collect_entries(changes.entries, entries, kept, block, first, of_block[first:end])
+    runs = list(where.runs)
+    for table in tables if len(named) < len(tables) else ():
+        undo = _undo_of(table)
+        for number, states in enumerate(undo.states if undo is not None else (), table.unit.first):
             slot = storage.slots[number]
-            states = None if undo is None else undo.states[number - unit.first]
-            where = at[id(slot.block)]
-            own = slot.block.states.steps[slot.first : slot.last] if states is None else states.steps
-            if states is None and runs and runs[-1][0] == where and runs[-1][2] == slot.first and runs[-1][3]:
-                runs[-1][2] = slot.last
-            else:
-                runs.append([where, slot.first, slot.last, states is None])
-                steps.append(own)
-            if states is not None:
-                _collect_entries(changes.entries, entries, kept, where, slot.first, states.entries)
-    for number, run in enumerate(runs):
-        where, first, end, is_present = run
-        if is_present:
-            states = storage.all_blocks[where].states
-            steps[number] = states.steps[first:end]
-            _collect_entries(changes.entries, entries, kept, where, first, states.entries[first:end])
-    found["numbers"] = [table.number for table in tables]
+            runs.append((at[id(slot.block)], slot.first, slot.last))
+            steps.append(states.steps)
+            _collect_entries(changes.entries, entries, kept, runs[-1][0], slot.first, states.entries)
+        if undo is not None:
+            named.append(table)
+            counts.append(undo.counts)
+    found["numbers"] = [table.number for table in named]
     found["counts"] = np.concatenate(counts).tobytes()
-    found["runs"] = [run[:3] for run in runs]
+    found["runs"] = runs
     found["steps"] = np.concatenate(steps).tobytes() if steps else b""
     if entries:
         found["entries"] = [kept.values, entries]
     # 3. Where the weights are, and what else belongs to them.
-    slots = [slot for table in tables for slot in range(table.unit.first, table.unit.end)]
-    found["protected"] = np.array([storage.protected_at.get(slot, -1) for slot in slots], np.int64).tobytes()
+    slots = [where.slots, *(range(t.unit.first, t.unit.end) for t in named[len(where.tables) :])]
+    found["protected"] = np.concatenate([storage.protected_at[one] for one in slots]).tobytes()
     moved = [[slot, where] for slot, where in _moved(space, tables).items()]
     if moved or changes.steps.get(-1):
         changes.steps[-1] = 1
@@ -494,7 +517,7 @@ def _apply_shard(space: Namespace, values: Image) -> None:
         storage.all_blocks[block].states.restore_entries(segment, known[which])
     # 3. Where the weights are, and what else belongs to them.
     slots = [slot for table in tables for slot in range(table.unit.first, table.unit.end)]
-    storage.protected_at |= dict(zip(slots, _ints(values["protected"]).tolist(), strict=True))
+    storage.protected_at[slots] = _ints(values["protected"])
     if "moved" in values:
         for slot in slots:
             storage.moved_to.pop(slot, None)

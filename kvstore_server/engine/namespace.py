@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -170,9 +170,9 @@ class Namespace:
         leases: Leases | None,
         now: float,
         resumable: set[int] | None = None,
-        durable: tuple[Journal, str, Changes] | None = None,
+        durable: tuple[Journal, str, Callable[[], object]] | None = None,
     ) -> None:
-        """`durable`: the journal, a prefix for its memory, and what the next image contains, see `durability`."""
+        """`durable`: the journal, a prefix for its memory, and what is called with every change; see `durability`."""
         # 1. Who takes part, and which rounds are open.
         self.name = name
         self.created_at = now
@@ -205,8 +205,8 @@ class Namespace:
         """For each slot, whether workers hold a copy of it."""
         self._batches = BoundedCache[TableBatch](self.rounds.slots)
         self._locations = BoundedCache[SliceLocations](self.rounds.slots)
-        journal, prefix, changes = durable or (None, "", None)
-        self.changes: Changes | None = changes
+        journal, prefix, mark = durable or (None, "", None)
+        self.changes = None if mark is None else Changes(mark, BoundedCache(self.rounds.slots))
         """What the next image contains; None: the state ends with the process."""
         self.shard = Shard(leases, journal, prefix)
         """The numbers of all tables."""

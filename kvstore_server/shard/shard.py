@@ -779,6 +779,7 @@ class Shard:
         """Accept the changes since `hold_former`."""
         if self._journal is not None:
             self._journal.release(unit)
+            self.storage.note_protected(unit.first, unit.end)  # since one and the same change
 
     def _tensors_of(self, unit: Unit) -> list[Tensor]:
         """Return all memory that a change of the unit can write: weights, counters and optimizer state."""
@@ -801,8 +802,7 @@ class Shard:
         change, journal = -1, self._journal
         if journal is not None:
             journal.protect(self._tensors_of(unit))
-            moved = {slot: -1 for slot in self.storage.moved_to}
-            self.storage.protected_at |= {slot: moved.get(slot, journal.number) for slot in slots}
+            self.storage.note_protected(unit.first, unit.end)
             change = journal.number
 
             def copied(tensor: Tensor) -> Tensor:

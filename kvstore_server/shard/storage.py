@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -57,6 +57,8 @@ _WORTH_A_GAP = 4 * LONG
 """From this size a slice is moved to a page boundary if needed: the gap costs one more call, less than copying the
 slice to workers.
 """
+_NEVER, _IN_PART = -1, -2
+"""In place of the number of a change: none has copied the weights of a slot; not all of them are in the shadow."""
 VERSIONS_KEPT = 256
 """How many changes of a key are stored one by one."""
 
@@ -294,8 +296,10 @@ class Storage:
         self._name = name
         self.all_blocks: list[Block] = []
         """In the order in which they were allocated."""
-        self.protected_at: dict[int, int] = {}
-        """Slot → the number of the change before which all its weights were copied to the journal's shadow."""
+        self.protected_at = np.zeros(0, np.int64)
+        """For each slot, the number of the change before which its weights were copied to the journal's shadow, or
+        `_NEVER` or `_IN_PART`. Longer than there are slots.
+        """
         self.moved_to: dict[int, int] = {}
         """Slot that has moved → the spare of its block where it is; only with a journal."""
         self._leases = leases
@@ -313,6 +317,9 @@ class Storage:
         own = group_slices([(slice_.segments[0].key, slice_) for slice_ in plan.resident_slices_of(server)])
         unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
         blocks = self._blocks_for(plan, slices, memory)
+        if len(self.protected_at) < len(self.slots) + len(slices):
+            more = np.full(len(self.protected_at) + len(slices), _NEVER, np.int64)
+            self.protected_at = np.concatenate([self.protected_at, more])
         for slice_ in slices:
             self._add_slot(unit, slice_, blocks[slice_.dtype])
         for block in blocks.values():
@@ -478,14 +485,18 @@ class Storage:
             return
         block, lines = self.slots[first].block, slice(self.lines[first].start, self.lines[end - 1].stop)
         written = [] if block.counters is None else [torch.from_numpy(row[lines]) for row in block.counters]
-        slots = range(first, end)
-        if self._moved and not self._moved.keys().isdisjoint(slots):
+        self.note_protected(first, end)
+        if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
             self.journal.protect([*self.padded[first:end], *written])
-            self.protected_at |= dict.fromkeys(slots, -1)
         else:
             weights = block.weights[self.slots[first].start : self.ends[end - 1]]
             self.journal.protect([weights, *written])
-            self.protected_at |= dict.fromkeys(slots, self.journal.number)
+
+    def note_protected(self, first: int, end: int) -> None:
+        assert self.journal is not None
+        is_moved = self._moved and not self._moved.keys().isdisjoint(range(first, end))
+        # The shadow of a spare is not looked at for former weights.
+        self.protected_at[first:end] = _IN_PART if is_moved else self.journal.number
 
     def protect_rows(self, layout: KeyLayout, ids: Tensor, with_state: bool) -> bool:
         """Copy only some rows of a key, or of several as one, to the journal's shadow; return whether it did."""
@@ -500,7 +511,7 @@ class Storage:
         )
         for memory in [block.weights, *(block.states.tensors.values() if with_state else ())]:
             self.journal.protect_rows(memory[layout.part].view(-1, layout.width), ids)
-        self.protected_at |= dict.fromkeys(range(layout.slot, layout.end_slot), -1)
+        self.protected_at[layout.slot : layout.end_slot] = _IN_PART
         return True
 
     def protect_state(self, block: Block, part: slice) -> None:
@@ -511,12 +522,11 @@ class Storage:
     def former(self, slot: int) -> Tensor | None:
         """Return a slot's weights (with padding) before the last change of its unit; None if they were not kept."""
         one = self.slots[slot]
-        slots = range(one.unit.first, one.unit.end)
-        last = max([self.protected_at.get(other, -1) for other in slots])
-        own = self.protected_at.get(slot)
-        if self.journal is None or last < 0 or any(self.protected_at.get(other) == -1 for other in slots):
+        of_unit = self.protected_at[one.unit.first : one.unit.end]
+        last = int(of_unit.max())
+        if self.journal is None or last < 0 or int(of_unit.min()) == _IN_PART:
             return None
-        if own != last:
+        if self.protected_at[slot] != last:
             return self.padded[slot]  # the last change left it as it was
         return self.journal.former(one.block.weights[one.start : self.ends[slot]])
 
@@ -595,13 +605,13 @@ class Storage:
             one.block.weights[part].copy_(self.spare(one.block, at)[part])
         self.moved_to.clear()
 
-    def forget_former(self, undone: Iterable[tuple[int, int, int]]) -> None:
+    def forget_former(self, undone: Sequence[tuple[int, int, int]]) -> None:
         """Keep no former weights of slots in parts (region, begin, end) of durable memory that were undone."""
-        for number, begin, end in undone:
-            for slot in self.protected_at if any(number == block.number for block in self.all_blocks) else ():
-                one, size = self.slots[slot], SIZES[self.slots[slot].slice.dtype]
-                if one.block.number == number and one.start * size < end and begin < self.ends[slot] * size:
-                    self.protected_at[slot] = -1
+        for slot, one in enumerate(self.slots) if undone else ():
+            size = SIZES[one.slice.dtype]
+            begin, end = one.start * size, self.ends[slot] * size
+            if any(n == one.block.number and first < end and begin < last for n, first, last in undone):
+                self.protected_at[slot] = _IN_PART
 
     def durable_copy(self, name: str, slot: int) -> Tensor | None:
         """Copy a slot's weights into memory with the layout of its block that outlives the process, if any does."""

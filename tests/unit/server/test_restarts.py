@@ -110,7 +110,7 @@ def test_durability_changes_no_bit(name: str, store: HeldDescriptors) -> None:
     assert again.facts() == undisturbed(name)
 
 
-@pytest.mark.parametrize("nth", [1, 2, 7])
+@pytest.mark.parametrize("nth", [1, 5])
 @pytest.mark.parametrize("point", [one for one in SERVER_POINTS if "recovery" not in one])
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_server_ends_like_one_that_was_not(
@@ -271,14 +271,13 @@ def test_memory_of_an_optimizer_that_was_replaced_is_given_back(store: HeldDescr
     assert table.shard.get_state(table.unit, 0).tensors == {}
 
 
-def test_weights_of_the_round_before_are_kept_over_a_restart(store: HeldDescriptors) -> None:
-    case = CASES["momentum"]
+@pytest.mark.parametrize("name", ["momentum", "slice by slice", "one that may raise", "2bit"])
+def test_weights_of_the_round_before_are_kept_over_a_restart(name: str, store: HeldDescriptors) -> None:
+    case = CASES[name]
     job, before = Job(case, store), dict[int, list[bytes]]()
-    steps = list(job.steps())
-    for step in steps[:-1]:
-        for one in step:
-            before = before if not isinstance(one[2], m.Contribute) or len(one[2].commits) else job.weights()
-            assert job.send([one])
+    for step in list(job.steps())[:-1]:
+        before = job.weights() if job.engine.namespaces else before
+        assert job.send(list(step))
     for now in (job, Job(case, store)):
         tables = now.engine.namespaces["job"].tables
         former = [now.former(table) for table in tables]
