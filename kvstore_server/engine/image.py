@@ -13,7 +13,6 @@ Counters that only people read (bytes, messages, times that ranks were late) beg
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple

@@ -378,8 +378,8 @@ class StoreExchange(Exchange):
         if self.shared_grads is not None and self.shared_grads.is_coming:
             former = self.shared_grads.memory
             self.shared_grads.open()
-            if self._staging is not None and self.shared_grads.memory is not former:
-                self._staging.unpin(former)  # of a server that was restarted
+            if self._staging is not None and self.shared_grads.memory.data_ptr() != former.data_ptr():
+                self._staging.unpin(former)  # shared with a server that was restarted
         measured, decision = round_.decided.get(self._name, (None, Decision()))
         if self._name in round_.vetoes:
             return RoundResult(frozenset(), True, None, measured, decision)

@@ -240,3 +240,19 @@ def test_long_slices_begin_in_their_page_where_they_do_on_workers(
             is_mapped, is_long = storage.place(at) >= 0, slot.slice.nbytes >= 256 << 10
             assert is_mapped or not is_long
             assert not is_mapped or 4 * (slot.start - slot.slice.offset) % PAGE == 0
+
+
+def test_a_place_of_a_server_that_was_restarted_is_one_in_the_memory_of_its_next_process(job: Job) -> None:
+    job.serve(torch.arange(1.0, 1.0 + _NUMEL))
+    job.show()
+    memory = job.memories[0]
+    slot, place = next((slot.slice, job.servers[0].place(at)) for at, slot in enumerate(job.servers[0].slots))
+    assert job.mapped.is_mapped(slot, 0, place, memory)
+    assert job.mapped.is_mapped(slot, 0, place, None)  # the channel is lost, what is mapped stays
+    again = SharedArena(os.dup(memory.fd), memory.number, is_ours=False)  # as the next process shows it
+    assert not job.mapped.is_mapped(slot, 0, place, again)
+    job.memories[0] = again
+    job.show()
+    assert job.mapped.is_mapped(slot, 0, place, again)
+    assert memory.data.data_ptr() not in job.mapped._counters
+    assert torch.equal(job.parameter.view(-1), torch.arange(1.0, 1.0 + _NUMEL))

@@ -146,6 +146,19 @@ def test_a_late_message_keeps_the_bytes_that_it_was_sent_with() -> None:
     assert [one.view(torch.float32).tolist() for one in request.body.payloads] == [[0.0, 1.0, 2.0, 3.0]]
 
 
+def test_what_is_held_back_is_lost_with_the_connection_to_its_server() -> None:
+    wire, clock, transport = faulty(delay=1.0)
+    lost: list[int] = []
+    wire.reconnect = lost.append  # type: ignore[method-assign]
+    transport.send(0, m.Request(1, 1, 1, m.Stats()))
+    wire.came.append(m.Reply(1, m.Pending((), "")))
+    assert transport.receive(0.0) is None
+    transport.reconnect(0)
+    clock.now = 10.0
+    assert transport.receive(0.0) is None
+    assert (lost, wire.sent) == ([0], [])
+
+
 def test_everything_else_of_a_transport_is_passed_on() -> None:
     own = {name for name in vars(Transport) if not name.startswith("_")}
     assert own - set(vars(FaultyTransport)) == set()

@@ -10,11 +10,10 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-import zmq
 
 from kvstore_server.engine import pipelined
 from kvstore_server.engine.engine import Engine
@@ -146,11 +145,7 @@ class RestartedServer:
                 exports.fds[exports._last], exports._places[exports._last] = fd, place
             self._exports = None
         options = ServerOptions(bind=self.address, drain_timeout=0.0)
-        while True:
-            try:
-                return Server(_Killed(engine, self), options, self._leases, listener=listener)  # type: ignore[arg-type]
-            except zmq.ZMQError:
-                raise
+        return Server(_Killed(engine, self), options, self._leases, listener=listener)  # type: ignore[arg-type]
 
     def _kill(self, server: Server) -> None:
         # 1. The memory outlives the process.
@@ -186,11 +181,7 @@ def forget_open(engine: Engine) -> None:
         space.absent.clear()
         space.waits.all.clear()
         space.membership.barrier.clear()
-    engine.reset_liveness(engine._sessions and _latest(engine))
-
-
-def _latest(engine: Engine) -> float:
-    return max([one.last_heard for one in engine._sessions], default=0.0)
+    engine.reset_liveness(time.monotonic())
 
 
 class Deaths:
