@@ -48,11 +48,11 @@ def model() -> torch.nn.Module:
 def digest(net: torch.nn.Module, trainer: kvtrainer.Trainer) -> str:
     found = hashlib.sha256()
     for parameter in net.parameters():
-        found.update(parameter.detach().numpy().tobytes())
+        found.update(parameter.detach().cpu().numpy().tobytes())
     for _, state in sorted(trainer.state_dict()["state"].items()):
         for name, value in sorted(state.items()):
             found.update(name.encode())
-            found.update(value.numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
+            found.update(value.cpu().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
     return found.hexdigest()
 
 
