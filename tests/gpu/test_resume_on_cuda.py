@@ -11,7 +11,10 @@ from kvstore_server.failpoints import FAILPOINT, FAILPOINT_DIR
 from tests.integration import test_resume as cases
 from tests.support.jobs import Results, run_job
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
 
 
 def training(rank: int, workers: int) -> Results:
