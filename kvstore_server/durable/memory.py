@@ -4,8 +4,8 @@ A `Region` is one such file, mapped shared and writable. It has a number, which 
 key that says what it is for; the log contains both. Nothing here says whether the contents are consistent: that is the
 log's and the journal's work.
 
-An `Arena` of addresses answers which region a tensor lies in, so that callers protect what they write without knowing
-where it was allocated.
+`DurableMemory.find` answers in which region a tensor lies, so callers protect what they write without knowing where it
+was allocated.
 """
 
 from __future__ import annotations

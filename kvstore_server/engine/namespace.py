@@ -744,7 +744,9 @@ class Namespace:
         """
         number = table.number
         some, open_round = self.batch_of(np.array([number], np.int64)), self.rounds.shared.number(number)
-        if open_round == round_:
+        # A round that failed, or ended without an update, has left the weights as they were when it began.
+        has_changed = self.rounds.shared.was_applied(number, round_) and not table.ends[ALL].is_skipped
+        if open_round == round_ or (open_round == round_ + 1 and not has_changed):
             return self.weights(some, is_pull=True)
         former = [self.shard.storage.former(slot) for slot in some.resident]
         kept = [weights for weights in former if weights is not None]

@@ -284,6 +284,21 @@ def test_weights_of_the_round_before_are_kept_over_a_restart(name: str, store: H
         assert former == [before[table.number] for table in tables]
 
 
+def test_weights_before_a_round_that_changed_nothing_are_the_present_ones(store: HeldDescriptors) -> None:
+    case = CASES["sgd"]
+    job = Job(case, store)
+    job.run()
+    vetoed = case.rounds + 1
+    for rank in range(case.ranks):
+        commits = m.matrix([(0, vetoed, 0, 0, -1, m.VETOES)], m.COMMIT_WORDS)
+        job.ask(rank, m.Contribute(m.matrix((), m.PUSH_WORDS), (), commits, timeout=600.0))
+    [before] = job.ask(0, m.Pull((0,), 60.0, vetoed))
+    [now] = job.ask(0, m.Pull((0,)))
+    assert isinstance(before, m.Weights)
+    assert isinstance(now, m.Weights)
+    assert all(map(torch.equal, before.payloads, now.payloads))
+
+
 def test_weights_of_the_round_before_are_not_kept_for_rows(store: HeldDescriptors) -> None:
     job = Job(CASES["rows of sgd"], store)
     job.run()
