@@ -119,8 +119,8 @@ class Supervisor:
         began = self._clock()
         # 1. Start it with what the store keeps.
         environ = {**self._store.environment(self._environ), RESTARTS: str(self._restarts.used)}
-        tell = [] if self._ready_fd is None else ["--ready-fd", str(self._ready_fd)]
-        pid = _start([*self._command, *tell], environ, self._store.descriptors)
+        with self._lent_ready_fd() as flag:
+            pid = _start([*self._command, *flag], environ, self._store.descriptors)
         self._pidfd = os.pidfd_open(pid)
         if self._is_stopping:
             self._signal(signal.SIGTERM)  # the signal came before there was a pidfd to forward it to
@@ -129,11 +129,28 @@ class Supervisor:
         # 3. End the rest of its group, whose number stays its own until the leader is reaped.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-        self._store.receive(pid)
+        self._receive(pid)
         ended, self._pidfd = self._pidfd, -1
         os.close(ended)
         _, status = os.waitpid(pid, 0)
         return os.waitstatus_to_exitcode(status), self._clock() - began
+
+    @contextmanager
+    def _lent_ready_fd(self) -> Iterator[list[str]]:
+        """Give the flag for a duplicate of ready_fd, which lies beyond the descriptors that the process finds."""
+        if self._ready_fd is None:
+            yield []
+            return
+        try:
+            os.set_inheritable(self._ready_fd, False)
+            lent = fcntl.fcntl(self._ready_fd, fcntl.F_DUPFD, FIRST + len(self._store.descriptors))
+        except OSError:
+            yield ["--ready-fd", str(self._ready_fd)]  # it is not open, and the process will say so
+            return
+        try:
+            yield ["--ready-fd", str(lent)]
+        finally:
+            os.close(lent)
 
     def _follow(self, pid: int, wake: int) -> None:
         """Fill the store until the process ends. Kill it if it was asked to end and does not."""
@@ -153,11 +170,15 @@ class Supervisor:
                 os.read(wake, 4096)
             if self._pidfd in ready:
                 return
-            self._store.receive(pid)
-            if self._store.is_ready and self._ready_fd is not None:
-                with suppress(OSError):
-                    os.close(self._ready_fd)
-                self._ready_fd = None
+            self._receive(pid)
+
+    def _receive(self, pid: int) -> None:
+        """Do what the process has asked the store for, and close ready_fd once it has been ready."""
+        self._store.receive(pid)
+        if self._store.is_ready and self._ready_fd is not None:
+            with suppress(OSError):
+                os.close(self._ready_fd)
+            self._ready_fd = None
 
     def _pause(self, seconds: float, wake: int) -> bool:
         """Wait before a restart. Return False if a signal asks this program to end meanwhile."""

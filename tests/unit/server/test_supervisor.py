@@ -27,10 +27,10 @@ from kvstore_server.restarts import Restarts
 from kvstore_server.supervisor import Supervisor
 def say(text):
     print(text, file=sys.stderr, flush=True)
-program, limit, stop_after = sys.argv[1:]
+program, limit, stop_after, ready_fd = sys.argv[1:]
 command = [sys.executable, "-S", "-u", "-c", program]
-restarts = Restarts(int(limit))
-sys.exit(Supervisor("the child", command, os.environ, restarts, float(stop_after), say).run())
+given = Restarts(int(limit)), float(stop_after), say, int(ready_fd) if ready_fd else None
+sys.exit(Supervisor("the child", command, os.environ, *given).run())
 """
 CHILD = """
 import os, signal, sys, time
@@ -61,14 +61,17 @@ def stay():
 class Supervised:
     """A supervisor in a process of its own, and its lines."""
 
-    def __init__(self, program: str, limit: int = 3, stop_after: float = LIMIT) -> None:
-        arguments = [CHILD + program, str(limit), str(stop_after)]
+    def __init__(
+        self, program: str, limit: int = 3, stop_after: float = LIMIT, ready_fd: int | None = None
+    ) -> None:
+        arguments = [CHILD + program, str(limit), str(stop_after), "" if ready_fd is None else str(ready_fd)]
         self.process = subprocess.Popen(
             [sys.executable, "-S", "-c", DRIVER, *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            pass_fds=[] if ready_fd is None else [ready_fd],
         )
         self.pids: list[int] = []
 
@@ -163,6 +166,35 @@ if starts < 2:
     die()
 """
     assert run(program).end()[1][-1] == "{'life-0': 'x', 'life-1': 'x'}"
+
+
+def test_the_first_process_to_be_ready_says_so_once_and_not_into_memory_that_was_kept(
+    run: type[Supervised],
+) -> None:
+    program = """
+if starts == 0:
+    for number in range(30):
+        keep(f"n{number}", "text")
+    die()
+assert set(stored().values()) == {"text"}
+if starts == 1:
+    flag, fd = sys.argv[1:]
+    os.write(int(fd), b"ready\\n")
+    os.close(int(fd))
+    assert set(stored().values()) == {"text"}
+    tell("READY=1")
+    die()
+print(sys.argv[1:], flush=True)
+stay()
+"""
+    end, ready = os.pipe()
+    one = run(program, ready_fd=ready)
+    os.close(ready)
+    with open(end) as said:
+        assert said.read() == "ready\n"  # and then the end, although the process is there
+    assert one.line() == "[]"
+    one.process.terminate()
+    one.end()
 
 
 # When there is a restart, and when not.
