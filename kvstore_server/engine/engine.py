@@ -978,6 +978,7 @@ class Engine:
                     f"rank {hello.rank} ({hello.address}) wants mode {mode}, the ranks before it {space.mode}; create "
                     "the same kvstore on every worker"
                 )
+            self._check_is_latest(space, hello)
             replaced = space.membership.join(session)
         except ConfigurationError as error:
             if space is not None:
@@ -1000,6 +1001,16 @@ class Engine:
         space.begin_process(hello.rank, hello.resumes)
         pipelined.roll_back_broken(space)
         return self._welcome(session.token)
+
+    def _check_is_latest(self, space: Namespace, hello: m.Hello) -> None:
+        """Refuse a process that was held up at its start, so that its successor, which lives, came first."""
+        known = space.membership.members.get(hello.rank)
+        if known is None or known.state is ProcessState.ENDED or hello.restarts >= known.hello.restarts:
+            return
+        raise FencedError(
+            f"rank {hello.rank} was taken over by {known.hello.address}, which was started after this process "
+            f"({known.hello.restarts} restarts, here {hello.restarts})"
+        )
 
     def _welcome(self, token: int) -> m.Welcome:
         config = self.config

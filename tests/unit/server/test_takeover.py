@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
+from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from tests.support.engines import EngineJob as Job
 
@@ -212,3 +213,21 @@ def test_a_process_that_does_not_resume_is_not_behind_the_others() -> None:
     for number in (1, 2):
         job.commit(0, number, 1.0)
     assert job.hello(1) == m.Registered(0, 0, 3)
+
+
+def test_a_process_that_was_held_up_at_its_start_does_not_replace_its_successor() -> None:
+    job = resumable()
+    job.hello(1, resumes=True, restarts=2)
+    late = job.hello(1, resumes=True, restarts=1)
+    assert isinstance(late, m.Failed)
+    assert late.code == "FencedError"
+    job.commit(1, 2, 2.0, client_state=STATE)
+    job.commit(0, 2, 3.0, client_state=STATE)
+    assert job.total == [2.0 + 5.0]
+
+
+def test_a_process_that_was_started_less_often_replaces_one_that_has_died() -> None:
+    job = resumable()
+    job.hello(1, resumes=True, restarts=2)
+    job.engine.namespaces["j"].membership.members[1].state = ProcessState.ENDED
+    assert isinstance(job.hello(1, resumes=True, restarts=0), m.Registered)
