@@ -200,6 +200,26 @@ print("it answers at", server)
     assert jobs.alive() == []
 
 
+def test_a_job_whose_server_and_worker_are_killed_ends_with_the_bits_of_one_without_a_death(
+    jobs: Jobs,
+) -> None:
+    killing = FIND + RESUMING.replace(
+        "    trainer.step()",
+        """    if step == 2 and trainer.rank == 1 and os.environ.get("KVSTORE_RESTARTS") == "0":
+        os.kill(wait_for(pid_of_server), signal.SIGKILL)
+    trainer.step()""",
+    )
+    said = []
+    for flags, script in (([], RESUMING), (["--restart", "1"], killing)):
+        code, out, err = jobs.finish(launch(jobs, script, "-n", "2", *flags))
+        assert code == 0, err
+        assert err.count("restart 1 of 1") == len(flags)  # of the worker and of the server
+        said += [line[5:] for line in out.splitlines() if line.startswith("[w") and "[[" in line]
+    assert len(said) == 4
+    assert len(set(said)) == 1
+    assert jobs.alive() == []
+
+
 @pytest.mark.parametrize("flags", [["--restart", "0"], ["--restart", "5", "--durability", "off"]])
 def test_a_killed_server_whose_memory_is_lost_ends_the_job(jobs: Jobs, flags: list[str]) -> None:
     script = FIND + f"os.kill(wait_for(pid_of_server), signal.SIGKILL); time.sleep({FOREVER})"
