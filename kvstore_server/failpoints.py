@@ -93,7 +93,7 @@ _ENTRY = re.compile(
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArmedPoint:
     """One armed point.
 
     Attributes:
@@ -112,12 +112,12 @@ class Entry:
         return f"{self.name}{place}:{self.nth}={self.action}"
 
 
-def parse(text: str) -> list[Entry]:
+def parse(text: str) -> list[ArmedPoint]:
     """Return the entries of KVSTORE_FAILPOINT. Raises ConfigurationError, with all names for one that is unknown."""
     return [_parse_entry(one.strip()) for one in text.split(",") if one.strip()]
 
 
-def _parse_entry(text: str) -> Entry:
+def _parse_entry(text: str) -> ArmedPoint:
     match = _ENTRY.fullmatch(text)
     if match is None:
         raise ConfigurationError(
@@ -140,7 +140,7 @@ def _parse_entry(text: str) -> Entry:
         )
     if nth < 1:
         raise ConfigurationError(f"{FAILPOINT}: {text!r:.80} counts from 1")
-    return Entry(name, None if index is None else int(index), nth, action)
+    return ArmedPoint(name, None if index is None else int(index), nth, action)
 
 
 class Failpoints:
@@ -151,7 +151,7 @@ class Failpoints:
         once: Where each entry that fires leaves a file; one whose file is there does not fire. None: no such place.
     """
 
-    def __init__(self, entries: list[Entry], once: Path | None = None) -> None:
+    def __init__(self, entries: list[ArmedPoint], once: Path | None = None) -> None:
         self._entries = entries
         self._once = once
         self._reached: Counter[str] = Counter()
@@ -163,7 +163,7 @@ class Failpoints:
             if entry.name == name and entry.nth == self._reached[name] and self._may_fire(entry):
                 ACTIONS[entry.action](name)
 
-    def _may_fire(self, entry: Entry) -> bool:
+    def _may_fire(self, entry: ArmedPoint) -> bool:
         if self._once is None:
             return True
         try:

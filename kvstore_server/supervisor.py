@@ -119,7 +119,7 @@ class Supervisor:
         began = self._clock()
         # 1. Start it with what the store keeps.
         environ = {**self._store.environment(self._environ), RESTARTS: str(self._restarts.used)}
-        with self._lent_ready_fd() as flag:
+        with self._passed_ready_fd() as flag:
             pid = _start([*self._command, *flag], environ, self._store.descriptors)
         self._pidfd = os.pidfd_open(pid)
         if self._is_stopping:
@@ -136,21 +136,21 @@ class Supervisor:
         return os.waitstatus_to_exitcode(status), self._clock() - began
 
     @contextmanager
-    def _lent_ready_fd(self) -> Iterator[list[str]]:
+    def _passed_ready_fd(self) -> Iterator[list[str]]:
         """Give the flag for a duplicate of ready_fd, which lies beyond the descriptors that the process finds."""
         if self._ready_fd is None:
             yield []
             return
         try:
             os.set_inheritable(self._ready_fd, False)
-            lent = fcntl.fcntl(self._ready_fd, fcntl.F_DUPFD, FIRST + len(self._store.descriptors))
+            passed = fcntl.fcntl(self._ready_fd, fcntl.F_DUPFD, FIRST + len(self._store.descriptors))
         except OSError:
             yield ["--ready-fd", str(self._ready_fd)]  # it is not open, and the process will say so
             return
         try:
-            yield ["--ready-fd", str(lent)]
+            yield ["--ready-fd", str(passed)]
         finally:
-            os.close(lent)
+            os.close(passed)
 
     def _follow(self, pid: int, wake: int) -> None:
         """Fill the store until the process ends. Kill it if it was asked to end and does not."""

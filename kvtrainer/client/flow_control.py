@@ -45,7 +45,7 @@ STALL = 0.25
 _MOST_IN_FLIGHT = 3
 """Parts of a table that are in flight at once: one up, one down, and one so that neither direction waits for the
 slowest worker."""
-_MOST_BESIDE_OTHERS = 2
+_MOST_WITH_OTHERS = 2
 """The same where parts of another table are in flight: these count for the third."""
 _IN_FLIGHT_WHILE_COMPUTING = 48 * 1024
 """Elements that may be in flight in any case, in short parts, while a worker computes and takes no answers."""
@@ -173,7 +173,7 @@ class Window:
             self._is_windowed = not self._stalls.take_skip()
             self._is_computing = bool(body.commits[0, 5] & m.TENTATIVE)
             self.release_at = None
-            self._most = _MOST_BESIDE_OTHERS if self._in_flight else _MOST_IN_FLIGHT
+            self._most = _MOST_WITH_OTHERS if self._in_flight else _MOST_IN_FLIGHT
             self._longest = self._longest if self._in_flight else 0
         elif self._is_windowed and (part := _part(body)) is not None:
             progress = self._slices.get(part.slot)

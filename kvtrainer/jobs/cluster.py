@@ -177,7 +177,7 @@ class LocalCluster:
     def _run(self, servers: FollowedProcesses, packed: bytes) -> list[Any]:
         code = MemFile()
         group = FollowedProcesses(self._limits.grace, self._changed)
-        workers = _Workers(group, self.num_workers, self.servers, code, self._restart)
+        workers = _ClusterWorkers(group, self.num_workers, self.servers, code, self._restart)
         # 1. Start the workers, wait for all of them or for the first failure, and collect what they wrote.
         try:
             code.write(packed)
@@ -194,7 +194,7 @@ class LocalCluster:
             raise _error_of_run(failed, workers.children, outcomes)
         return [outcome.value for outcome in outcomes if outcome is not None]
 
-    def _wait(self, servers: FollowedProcesses, group: FollowedProcesses, workers: _Workers) -> list[Child]:
+    def _wait(self, servers: FollowedProcesses, group: FollowedProcesses, workers: _ClusterWorkers) -> list[Child]:
         """Wait until all workers are done or some process fails. Return those that failed first, usually one."""
         failed: list[Child] = []
 
@@ -212,7 +212,7 @@ class LocalCluster:
         return failed
 
 
-class _Workers:
+class _ClusterWorkers:
     """The workers of one run, by rank; each is started again when it fails, as often as is allowed."""
 
     def __init__(

@@ -163,15 +163,6 @@ class DistKVStore(TableKVStore):
             raise
         return ServerAgreement(client)
 
-    @property
-    def num_collectives(self) -> tuple[int, int]:
-        """How many agreements this worker has opened, and how many barriers of the store it has passed."""
-        return self._sides, self._client.num_barriers
-
-    def resume_collectives(self, agreements: int, barriers: int) -> None:
-        """Count on from what an earlier process of this rank has done; those that it did after that are repeated."""
-        self._sides, self._client.num_barriers = agreements, barriers
-
     def close(self) -> None:
         try:
             super().close()
@@ -192,6 +183,16 @@ class DistKVStore(TableKVStore):
             client.close(error)
             raise
         return client
+
+
+def count_collectives(store: DistKVStore) -> tuple[int, int]:
+    """Return how many agreements a worker has opened, and how many barriers of the store it has passed."""
+    return store._sides, store._client.num_barriers
+
+
+def resume_collectives(store: DistKVStore, agreements: int, barriers: int) -> None:
+    """Count on from what an earlier process of this rank has done; those that it did after that are repeated."""
+    store._sides, store._client.num_barriers = agreements, barriers
 
 
 def _show_debug_log(rank: int) -> None:

@@ -17,17 +17,16 @@ import sys
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from kvstore_server.restarts import REPLACED
 from kvtrainer.errors import ConfigurationError, FencedError
 from kvtrainer.kvstore.base import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES
-from kvtrainer.kvstore.dist import DistKVStore
+from kvtrainer.kvstore.dist import DistKVStore, count_collectives, resume_collectives
 from kvtrainer.sync.binding import ResumedRounds
 from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord, unpack_user_state
 from kvtrainer.trainer.groups import kept_entries, plain_number
 from kvtrainer.trainer.saving import adopt_parts, export_parts
 from kvtrainer.trainer.step import StepPipeline
 
-EXIT_FENCED = 75
-"""Exit code of a process whose rank was taken over (EX_TEMPFAIL): who started it need not start it again."""
 
 
 class Resumption(NamedTuple):
@@ -57,7 +56,7 @@ def describe_state(pipeline: StepPipeline, kind: str, user: bytes) -> bytes:
         "behind": behind,
     }
     if isinstance(store := pipeline.binding.store, DistKVStore):
-        own["collectives"] = store.num_collectives
+        own["collectives"] = count_collectives(store)
     return ClientRecord(kind, holder.round, pipeline.num_steps + (kind == STEP), own, user).pack()
 
 
@@ -118,7 +117,7 @@ def _adopt(pipeline: StepPipeline, record: ClientRecord) -> None:
         group.update({n: tuple(value) if isinstance(value, list) else value for n, value in options.items()})
     pipeline.groups.counts.adopt(own["num_update"], own["behind"])
     if isinstance(store := pipeline.binding.store, DistKVStore):
-        store.resume_collectives(*own["collectives"])
+        resume_collectives(store, *own["collectives"])
     adopt_parts(own["parts"], pipeline)
 
 
@@ -148,7 +147,7 @@ def exit_when_fenced() -> None:
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(EXIT_FENCED)  # a hook cannot set the exit code otherwise
+            os._exit(REPLACED)  # a hook cannot set the exit code otherwise
 
     hook.ends_fenced = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore_server import failpoints
 from kvstore_server.errors import ConfigurationError, KVStoreError
-from kvstore_server.failpoints import ACTIONS, POINTS, Entry, Failpoints, parse
+from kvstore_server.failpoints import ACTIONS, POINTS, ArmedPoint, Failpoints, parse
 from tests.support.processes import ROOT
 
 NAME = "worker.round.commit"
@@ -35,13 +35,13 @@ def disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_entry_has_a_name_a_process_a_number_and_an_action() -> None:
     assert parse(f"{NAME}@1:7=stop, {NAME}=raise,{NAME},") == [
-        Entry(NAME, 1, 7, "stop"),
-        Entry(NAME, None, 1, "raise"),
-        Entry(NAME, None, 1, "kill"),
+        ArmedPoint(NAME, 1, 7, "stop"),
+        ArmedPoint(NAME, None, 1, "raise"),
+        ArmedPoint(NAME, None, 1, "kill"),
     ]
     assert [parse(str(entry)) for entry in parse(f"{NAME}@1:7=stop,{NAME}")] == [
-        [Entry(NAME, 1, 7, "stop")],
-        [Entry(NAME, None, 1, "kill")],
+        [ArmedPoint(NAME, 1, 7, "stop")],
+        [ArmedPoint(NAME, None, 1, "kill")],
     ]
 
 
@@ -60,7 +60,7 @@ def test_a_malformed_entry_is_an_error(text: str) -> None:
 
 
 def test_a_point_fires_the_nth_time_and_then_no_more(reached: list[str]) -> None:
-    points = Failpoints([Entry(NAME, nth=3)])
+    points = Failpoints([ArmedPoint(NAME, nth=3)])
     fired = []
     for _ in range(6):
         points.reach(NAME)
@@ -71,7 +71,7 @@ def test_a_point_fires_the_nth_time_and_then_no_more(reached: list[str]) -> None
 
 def test_entries_of_a_point_follow_each_other(reached: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ACTIONS, "sleep", lambda _: reached.append("sleep"))
-    Failpoints([Entry(NAME, action="sleep"), Entry(NAME)]).reach(NAME)
+    Failpoints([ArmedPoint(NAME, action="sleep"), ArmedPoint(NAME)]).reach(NAME)
     assert reached == ["sleep", NAME]
 
 
@@ -79,7 +79,7 @@ def test_an_entry_fires_once_in_all_processes_that_share_a_directory(
     reached: list[str], tmp_path: Path
 ) -> None:
     for _ in range(3):
-        Failpoints([Entry(NAME)], tmp_path).reach(NAME)
+        Failpoints([ArmedPoint(NAME)], tmp_path).reach(NAME)
     assert (reached, [one.name for one in tmp_path.iterdir()]) == ([NAME], [f"{NAME}:1=kill"])
 
 
@@ -113,15 +113,15 @@ def test_a_directory_that_is_not_there_is_an_error(disarmed: None, tmp_path: Pat
 
 def test_the_action_raise_raises_an_error_of_our_tree_that_names_the_point() -> None:
     with pytest.raises(KVStoreError, match=NAME):
-        Failpoints([Entry(NAME, action="raise")]).reach(NAME)
+        Failpoints([ArmedPoint(NAME, action="raise")]).reach(NAME)
 
 
 def test_the_action_kill_is_a_signal_that_no_handler_sees() -> None:
     script = (
         "import atexit\n"
-        "from kvstore_server.failpoints import Entry, Failpoints\n"
+        "from kvstore_server.failpoints import ArmedPoint, Failpoints\n"
         "atexit.register(print, 'not reached')\n"
-        f"Failpoints([Entry({NAME!r})]).reach({NAME!r})\n"
+        f"Failpoints([ArmedPoint({NAME!r})]).reach({NAME!r})\n"
         "print('not reached')\n"
     )
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
