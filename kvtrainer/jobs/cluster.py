@@ -194,7 +194,9 @@ class LocalCluster:
             raise _error_of_run(failed, workers.children, outcomes)
         return [outcome.value for outcome in outcomes if outcome is not None]
 
-    def _wait(self, servers: FollowedProcesses, group: FollowedProcesses, workers: _ClusterWorkers) -> list[Child]:
+    def _wait(
+        self, servers: FollowedProcesses, group: FollowedProcesses, workers: _ClusterWorkers
+    ) -> list[Child]:
         """Wait until all workers are done or some process fails. Return those that failed first, usually one."""
         failed: list[Child] = []
 

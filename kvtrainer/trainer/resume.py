@@ -28,7 +28,6 @@ from kvtrainer.trainer.saving import adopt_parts, export_parts
 from kvtrainer.trainer.step import StepPipeline
 
 
-
 class Resumption(NamedTuple):
     """Where a script continues, as `Trainer.resume` returns it."""
 
