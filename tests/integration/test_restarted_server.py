@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +96,35 @@ def test_a_server_that_is_killed_and_started_again_continues_with_its_sessions_a
             assert later.payloads[0].view(torch.float32).unique().tolist() == pytest.approx(
                 [-0.1 * (1.5 + 1.35 + 3)]
             )
+
+
+def test_a_server_under_our_own_supervisor_continues_each_time_it_is_killed() -> None:
+    end, ready = os.pipe()
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "kvstore_server", "--supervise", "--ready-fd", str(ready)],
+        pass_fds=[ready],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+    )
+    os.close(ready)
+    with os.fdopen(end) as lines:
+        address = lines.readline().strip()
+    try:
+        with closing(Peer(address)) as peer:
+            peer.ask(m.SetOptimizer(pack_control(create("sgd", learning_rate=1.0).spec())))
+            peer.ask(m.Register("t", (("k", (4_096,), "float32", 0, False),), False))
+            peer.step(0)
+            for round_ in (1, 2):
+                children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read_text().split()
+                os.kill(int(children[0]), signal.SIGKILL)
+                weights = peer.step(round_)
+                assert isinstance(weights, m.Weights)
+            assert weights.payloads[0].view(torch.float32).unique().tolist() == [-4.5]
+    finally:
+        supervisor.terminate()
+        _, said = supervisor.communicate(timeout=LIMIT)
+    assert supervisor.returncode == 0
+    assert said.count(b"continues at") == 2
 
 
 def test_a_server_that_is_stopped_leaves_nothing_with_its_supervisor() -> None:
