@@ -24,14 +24,14 @@ _PROCESSED = 10.0
 """Seconds that the supervisor gets to read what it was sent."""
 
 
-class Kept(NamedTuple):
+class StoredDescriptor(NamedTuple):
     """A descriptor that an earlier process of this server has stored."""
 
     name: str
     fd: int
 
 
-class DescriptorStore(Protocol):
+class FdStore(Protocol):
     """Keeps descriptors for the next process of this server."""
 
     def store(self, name: str, fd: int) -> None:
@@ -41,7 +41,7 @@ class DescriptorStore(Protocol):
         """Close what is kept under a name; without effect if the store cannot be reached."""
 
 
-def inherited_descriptors(environ: MutableMapping[str, str], pid: int, first: int = 3) -> list[Kept]:
+def inherited_descriptors(environ: MutableMapping[str, str], pid: int, first: int = 3) -> list[StoredDescriptor]:
     """Return our descriptors among those passed to the process `pid`, and remove the variables that name them.
 
     Args:
@@ -57,7 +57,7 @@ def inherited_descriptors(environ: MutableMapping[str, str], pid: int, first: in
         raise RecoveryError(
             f"LISTEN_FDS={told['LISTEN_FDS']} does not fit the {len(names)} names in LISTEN_FDNAMES"
         )
-    kept = [Kept(name, fd) for fd, name in enumerate(names, first) if name.startswith(PREFIX)]
+    kept = [StoredDescriptor(name, fd) for fd, name in enumerate(names, first) if name.startswith(PREFIX)]
     for one in kept:
         try:
             fcntl.fcntl(one.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore_server.durable.fd_store import PREFIX, DescriptorStore
+from kvstore_server.durable.fd_store import PREFIX, FdStore
 from kvstore_server.errors import RecoveryError
 from kvstore_server.failpoints import failpoint
 from kvstore_server.transport.arena import Bytes, SharedArena
@@ -66,7 +66,7 @@ class DurableMemory:
         record: Writes (number, size, key) of a new region to the log, after its descriptor was stored.
     """
 
-    def __init__(self, store: DescriptorStore, record: Callable[[int, int, str], object]) -> None:
+    def __init__(self, store: FdStore, record: Callable[[int, int, str], object]) -> None:
         self._store = store
         self._record = record
         self.regions: dict[int, Region] = {}

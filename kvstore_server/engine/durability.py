@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore_server.durable.fd_store import PREFIX, DescriptorStore, Kept
+from kvstore_server.durable.fd_store import PREFIX, FdStore, StoredDescriptor
 from kvstore_server.durable.journal import SHADOW, Journal, undo_ranges, undo_rows
 from kvstore_server.durable.log import Log, Record, read_generation, read_records
 from kvstore_server.durable.memory import REGION, DurableMemory, Region
@@ -100,10 +100,10 @@ class Stored:
     """The journal's number."""
     undo: list[Record]
     """What the journal has protected and not committed."""
-    kept: Sequence[Kept]
+    kept: Sequence[StoredDescriptor]
 
 
-def read_stored(kept: Sequence[Kept]) -> Stored | None:
+def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
     """Read what an earlier process has left, if any. Nothing is changed.
 
     Raises:
@@ -168,7 +168,7 @@ class Durability:
         stored: What an earlier process has left.
     """
 
-    def __init__(self, store: DescriptorStore, stored: Stored | None = None) -> None:
+    def __init__(self, store: FdStore, stored: Stored | None = None) -> None:
         self._store = store
         self._stored = stored
         self._log: Log | None = None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvstore_server import failpoints
-from kvstore_server.durable.fd_store import Kept
+from kvstore_server.durable.fd_store import StoredDescriptor
 from kvstore_server.engine.durability import Durability, Head, read_stored
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
@@ -20,19 +20,19 @@ class HeldDescriptors:
     """A file descriptor store as a supervisor has it."""
 
     def __init__(self) -> None:
-        self.fds: list[Kept] = []
+        self.fds: list[StoredDescriptor] = []
 
     def store(self, name: str, fd: int) -> None:
-        self.fds.append(Kept(name, os.dup(fd)))
+        self.fds.append(StoredDescriptor(name, os.dup(fd)))
 
     def remove(self, name: str) -> None:
         for one in [one for one in self.fds if one.name == name]:
             self.fds.remove(one)
             os.close(one.fd)
 
-    def passed(self) -> list[Kept]:
+    def passed(self) -> list[StoredDescriptor]:
         """What the next process gets, newest first: the order must not matter."""
-        return [Kept(one.name, os.dup(one.fd)) for one in reversed(self.fds)]
+        return [StoredDescriptor(one.name, os.dup(one.fd)) for one in reversed(self.fds)]
 
     def copied(self) -> HeldDescriptors:
         """What a supervisor has if the process is killed now; changing it does not change what the process has."""
@@ -41,7 +41,7 @@ class HeldDescriptors:
             copy = os.memfd_create("copy")
             data = os.pread(fd, os.fstat(fd).st_size, 0)
             os.pwrite(copy, data, 0)
-            found.fds.append(Kept(name, copy))
+            found.fds.append(StoredDescriptor(name, copy))
         return found
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_server.durable.fd_store import (
-    Kept,
+    StoredDescriptor,
     NotifySocket,
     inherited_descriptors,
     notify_address,
@@ -68,7 +68,7 @@ def test_only_own_descriptors_of_this_process_are_inherited() -> None:
     assert inherited_descriptors(environ, 8, fd) == []
     assert environ == {"OTHER": "1"}
     environ = dict(variables)
-    assert inherited_descriptors(environ, 7, fd) == [Kept("kvstore-log-1", fd)]
+    assert inherited_descriptors(environ, 7, fd) == [StoredDescriptor("kvstore-log-1", fd)]
     assert environ == {"OTHER": "1"}
     os.close(fd)
 
