@@ -60,7 +60,7 @@ test test-transports test-full: export PYTHONDONTWRITEBYTECODE =
 # Tests of a file, which share processes, stay together; files go in order, the slow ones first. What is said of the CPU
 # is tested there, also where there is a GPU; what needs one comes after.
 test: $(READY)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not full" $(PARALLEL) --no-loadscope-reorder
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not full and not chaos" $(PARALLEL) --no-loadscope-reorder
 	$(BIN)/python -m pytest tests/gpu
 
 # In `make test` each test of a job uses one of these transports; here each uses both.
@@ -72,6 +72,15 @@ test-transports: $(READY)
 # Some of these take many minutes; a dump of what threads do meanwhile can crash the interpreter that it looks at.
 test-full: $(READY)
 	$(BIN)/python -m pytest -m full $(PARALLEL) -o faulthandler_timeout=0
+
+# Every failpoint in the first, 7th and last round, over shared memory and TCP, and hundreds of random schedules.
+.PHONY: chaos soak
+chaos: $(READY)
+	$(BIN)/python -m pytest -m chaos tests/chaos -n auto --maxprocesses 4 --max-worker-restart 0
+
+# A job of MINUTES in which something dies or pauses every five seconds: memory and descriptors must stay as they are.
+soak: $(READY)
+	$(BIN)/python -m tests.chaos.soak $(or $(MINUTES),30)
 
 test-mxnet: $(READY)
 	benchmarks/mxnet_env.sh .venv-mxnet2 2.0.0b1

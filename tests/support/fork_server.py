@@ -134,6 +134,8 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if "LISTEN_FDS" in os.environ:
+        os.environ["LISTEN_PID"] = str(os.getpid())
     if os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter(os.environ["PYTHONWARNINGS"])  # type: ignore[arg-type]
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

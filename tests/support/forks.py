@@ -44,6 +44,10 @@ class Fork:
         self._pidfd = os.pidfd_open(pid)
         self._lock = threading.Lock()
 
+    def fileno(self) -> int:
+        """A descriptor that is readable once it has ended, until `poll` or `wait` has said so."""
+        return self._pidfd
+
     def poll(self) -> int | None:
         """The exit code, negative after a signal; None while it runs."""
         with self._lock:
@@ -87,18 +91,21 @@ class ForkServer:
         cwd: Path,
         streams: Sequence[int],
         others: Sequence[int] = (),
+        stored: Sequence[int] = (),
     ) -> Fork:
         """Start what `python ARGUMENTS` would run; arguments begin with -m or -c.
 
         Args:
             streams: File descriptors that become its standard input, output and error.
             others: More file descriptors, which it has under the same numbers.
+            stored: Those of a file descriptor store, which it has from 3 on.
         """
-        request = {"arguments": [*arguments], "env": {**env}, "cwd": str(cwd), "targets": [0, 1, 2, *others]}
+        targets = [0, 1, 2, *others, *range(3, 3 + len(stored))]
+        request = {"arguments": [*arguments], "env": {**env}, "cwd": str(cwd), "targets": targets}
         message = json.dumps(request).encode()
         assert len(message) < LARGEST, "a request must fit into one message"
         with self._lock:
-            socket.send_fds(self._channel, [message], [*streams, *others])
+            socket.send_fds(self._channel, [message], [*streams, *others, *stored])
             return Fork(self, int(self._answer()))
 
     def reap(self, pid: int) -> int:

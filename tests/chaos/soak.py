@@ -1,0 +1,123 @@
+"""A long job in which a process is killed or paused every five seconds: it ends with the bits of an undisturbed one.
+
+    python -m tests.chaos.soak MINUTES
+
+Memory and descriptors of every process and of this supervisor are measured all the time. After a warm-up memory must
+not grow by more than a MiB an hour, nor the number of descriptors. `make soak` runs it.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from tests.chaos.jobs import SERVERS, WORKERS, Event, Job, Member, check_bits
+from tests.chaos.test_random import go_on, kill, pause
+
+PAUSE = 5.0
+"""Seconds between two events."""
+ROUNDS_PER_SECOND = 40
+"""A first guess; the job is measured, and made longer or shorter by its number of rounds."""
+SLOPE = 1.0
+"""MiB an hour that a process may grow by."""
+
+
+class Samples:
+    """Memory and descriptors of processes over time."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.memory: dict[str, list[tuple[float, float]]] = {}
+        """Name of a process → (hours, MiB that only it has in memory)."""
+        self.files: dict[str, list[int]] = {}
+
+    def take(self, job: Job) -> None:
+        for member in job.members:
+            if member.process is not None and not member.is_done:
+                self._take(f"{member.name}, start {member.starts}", member.process.pid)
+
+    def _take(self, name: str, pid: int) -> None:
+        try:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        except (FileNotFoundError, ProcessLookupError):
+            return  # it has just died
+        kib = sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_"))
+        hours = (time.monotonic() - self._began) / 3600
+        self.memory.setdefault(name, []).append((hours, kib / 1024))
+        self.files.setdefault(name, []).append(files)
+
+
+def slope(samples: list[tuple[float, float]]) -> float:
+    """The growth in MiB an hour, by least squares."""
+    mean_x = sum(x for x, _ in samples) / len(samples)
+    mean_y = sum(y for _, y in samples) / len(samples)
+    spread = sum((x - mean_x) ** 2 for x, _ in samples)
+    return sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread if spread else 0.0
+
+
+def events(seconds: float, samples: Samples) -> Iterator[Event]:
+    """Deaths and pauses, of server 1 and the workers 1 and 2; server 0 and worker 0 live long, so they are measured."""
+    draw = random.Random(0)
+    victims = [1, SERVERS + 1, SERVERS + WORKERS - 1]
+    for _ in range(int(seconds / PAUSE)):
+        at = draw.choice(victims)
+        yield PAUSE - 0.5, samples.take
+        if draw.random() < 0.7:
+            yield 0.5, partial(kill, at=at)
+        else:
+            yield 0.1, partial(pause, at=at)
+            yield 0.4, partial(go_on, at=at)
+
+
+def _ignore(job: Job, member: Member) -> None:
+    """A process that is paused is let go on by the event after that."""
+
+
+def main(minutes: float) -> int:
+    """Run the soak; 0 if all is well."""
+    seconds = 60 * minutes
+    rounds = int(seconds * ROUNDS_PER_SECOND)
+    with tempfile.TemporaryDirectory() as top:
+        # 1. Undisturbed, as fast as it goes.
+        folder = Path(top) / "undisturbed"
+        folder.mkdir()
+        with Job("momentum", rounds, folder, {}) as job:
+            expected = job.run(seconds=10 * seconds).results
+        # 2. With an event every five seconds, until all rounds are made.
+        folder = Path(top) / "disturbed"
+        folder.mkdir()
+        samples = Samples()
+        with Job("momentum", rounds, folder, {}, stopped=_ignore) as job:
+            outcome = job.run(events(10 * seconds, samples), seconds=10 * seconds)
+        check_bits(outcome, expected)
+    print(f"{rounds} rounds in {outcome.seconds:.0f} s, starts: {outcome.starts}, bits as expected")
+    return report(samples)
+
+
+def report(samples: Samples) -> int:
+    """Print how memory and descriptors of the processes that lived through it went; 0 if they have not grown."""
+    code = 0
+    for name, found in samples.memory.items():
+        steady = found[len(found) // 4 :]
+        if len(steady) < 20:
+            continue
+        grown, files = slope(steady), samples.files[name][len(found) // 4 :]
+        is_well = grown < SLOPE and files[-1] <= files[0]
+        code |= not is_well
+        print(
+            f"{name}: {steady[0][1]:.1f} to {steady[-1][1]:.1f} MiB, {grown:+.2f} MiB an hour; "
+            f"{files[0]} to {files[-1]} descriptors{'' if is_well else '  <- GROWS'}"
+        )
+    return int(code)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    sys.exit(main(float(sys.argv[1])))
