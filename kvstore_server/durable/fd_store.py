@@ -41,7 +41,9 @@ class FdStore(Protocol):
         """Close what is kept under a name; without effect if the store cannot be reached."""
 
 
-def inherited_descriptors(environ: MutableMapping[str, str], pid: int, first: int = 3) -> list[StoredDescriptor]:
+def inherited_descriptors(
+    environ: MutableMapping[str, str], pid: int, first: int = 3
+) -> list[StoredDescriptor]:
     """Return our descriptors among those passed to the process `pid`, and remove the variables that name them.
 
     Args:

@@ -464,7 +464,7 @@ class Engine:
         space.log_rounds("committed", tracker, some.named, rank)
         # 3. Store what the rank said with them: keys it leaves out, hyper-parameters, what its successor gets.
         if body.client_state:
-            space.keep_client_state(rank, some.named, body.client_state)
+            space.keep_client_state(rank, some.named, tracker, body.client_state)
         if body.hyper and space.changes is not None:
             space.changes.note_hypers(some.numbers)
         for table in some.named if body.absent or body.hyper else ():
@@ -912,8 +912,8 @@ class Engine:
         slot, number = int(space.rounds.slots.first[table.number]), table.number
         following = space.rounds.next_round(sender.rank, number)
         has_committed = shared.has_committed(sender.rank, number)
-        state = space.client_states.get((number, sender.rank), b"")
-        return _make_reply(sender.waiter, m.Registered(number, slot, following, has_committed, state))
+        states = tuple([state for _, state in space.client_states.get((number, sender.rank), ())])
+        return _make_reply(sender.waiter, m.Registered(number, slot, following, has_committed, states))
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
         # A pipelined round was begun with the former optimizer.

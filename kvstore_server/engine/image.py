@@ -73,7 +73,7 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
     if changes.hypers:
         image["hypers"] = _hypers(space, sorted(changes.hypers))
     if changes.clients:
-        image["clients"] = [[*key, space.client_states.get(key, b"")] for key in sorted(changes.clients)]
+        image["clients"] = [[*key, space.client_states.get(key, [])] for key in sorted(changes.clients)]
     pipelined = [n for n in sorted(space.rounds.pipelined) if _undo_of(space.tables[n]) is not None]
     if pipelined:
         image["pipelined"] = pipelined
@@ -552,8 +552,8 @@ def apply_image(space: Namespace, sessions: Sessions, image: Image) -> None:
         _apply_members(space, sessions, image["members"])
     if "hypers" in image:
         _apply_hypers(space, image["hypers"])
-    for table, rank, state in image.get("clients", ()):
-        space.client_states[table, rank] = state
+    for table, rank, states in image.get("clients", ()):
+        space.client_states[table, rank] = [(number, state) for number, state in states]
     if "tables" in image:
         _apply_tables(space, image["tables"])
         _apply_shard(space, image["shard"])

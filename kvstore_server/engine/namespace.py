@@ -197,8 +197,8 @@ class Namespace:
         """By table number."""
         self.absent: dict[tuple[int, int], frozenset[int]] = {}
         """(table, rank) → the keys that the rank leaves out of the open round."""
-        self.client_states: dict[tuple[int, int], bytes] = {}
-        """(table, rank) → the `client_state` of the rank's latest commit with one."""
+        self.client_states: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
+        """(table, rank) → (round, `client_state`) of the rank's latest two commits with one, in order."""
         self._dtypes: list[torch.dtype] = []
         """The dtype of each slot."""
         self._is_resident: list[bool] = []
@@ -290,7 +290,7 @@ class Namespace:
 
     def claim_restored(self) -> None:
         """Claim the memory of what was restored and is not claimed with its table."""
-        self.claim(sum(map(len, self.client_states.values())), "what the successors of ranks get")
+        self.claim(sum(map(_nbytes_of, self.client_states.values())), "what the successors of ranks get")
 
     def _footprint(self, plan: Plan, optimizer: Optimizer | None) -> int:
         needed = footprint(plan, self.config.server, self.membership.num_workers, self.mode, optimizer)
@@ -471,13 +471,19 @@ class Namespace:
         if len(set(named)) < len(named):
             raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")
 
-    def keep_client_state(self, rank: int, tables: Sequence[Table], state: bytes) -> None:
-        """Store what the successor of a rank gets. Raises ConfigurationError if there is no memory for it."""
+    def keep_client_state(
+        self, rank: int, tables: Sequence[Table], tracker: RoundTracker, state: bytes
+    ) -> None:
+        """Store what the successor of a rank gets. Raises ConfigurationError if there is no memory for it.
+
+        Two are kept: the last commit may be lost with this process, or reach no other server.
+        """
         for table in tables:
-            former = len(self.client_states.get((table.number, rank), b""))
-            if len(state) > former:
-                self.claim(len(state) - former, f"what the successor of rank {rank} gets")
-            self.client_states[table.number, rank] = state
+            round_, key = tracker.number(table.number), (table.number, rank)
+            former = self.client_states.get(key, [])
+            found = [*[one for one in former if one[0] < round_][-1:], (round_, state)]
+            self.claim(_nbytes_of(found) - _nbytes_of(former), f"what the successor of rank {rank} gets")
+            self.client_states[key] = found
             if self.changes is not None:
                 self.changes.note_client(table.number, rank)
 
@@ -935,6 +941,10 @@ def _weights_nbytes(table: Table) -> int:
 def _codec_of(packed: bytes) -> Codec:
     """Return the codec that a push describes. Raises ConfigurationError if it is not valid."""
     return make_codec(unpack_control(packed))
+
+
+def _nbytes_of(states: Iterable[tuple[int, bytes]]) -> int:
+    return sum([len(state) for _, state in states])
 
 
 def _check_same_placement(mine: Plan, theirs: m.Register, first: int, rank: int) -> None:

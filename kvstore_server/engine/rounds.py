@@ -565,6 +565,8 @@ class RoundTracker:
         # 2. A commit counts if its round is open and the sum of arrivals shows that all slices arrived, in the
         # generations that the rank believes it sent.
         is_whole = inputs.sums[tables] == counts * _ARRIVED + generations
+        if any_flags & m.REPEATS:
+            is_whole = is_whole & False
         is_new = (rounds == self.numbers[tables]) & is_whole & ~inputs.committed[tables]
         fresh = waiting = [tables] if is_single else tables.tolist()
         # 3. In the rare case that some do not count, find out why, and continue with those that do.
@@ -632,7 +634,8 @@ class RoundTracker:
         tables, rounds, counts, generations, _, _ = commits.T
         numbers, verdicts = self.numbers[tables], np.zeros(len(commits), np.int64)
         # In ascending precedence: the state of a round outweighs what the rank has given to it.
-        verdicts[inputs.sums[tables] != counts * _ARRIVED + generations] = CommitStatus.REFUSED
+        are_missing = inputs.sums[tables] != counts * _ARRIVED + generations
+        verdicts[are_missing | (commits[:, 5] & m.REPEATS > 0)] = CommitStatus.REFUSED
         verdicts[inputs.committed[tables]] = CommitStatus.REPEATED
         verdicts[rounds < numbers] = CommitStatus.APPLIED
         verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = CommitStatus.FAILED

@@ -112,8 +112,9 @@ class Register:
     PLACES_CACHED,
     DECLARES_INTENT,
     TENTATIVE,
-) = (1 << at for at in range(11))
-ALL_FLAGS = (1 << 11) - 1
+    REPEATS,
+) = (1 << at for at in range(12))
+ALL_FLAGS = (1 << 12) - 1
 """Flags of a commit.
 
 WANTS_WEIGHTS: answer with the new weights. VETOES: this rank's gradients are not finite, so the round ends without an
@@ -126,6 +127,7 @@ mapped (synchronous rounds). PLACES_CACHED: it still maps all slices that ever h
 DECLARES_INTENT: this is not a commit but declares one in advance, with the generations of slices that will not be
 replaced: the slices named by its pushes, which bring no bytes, and one generation for all others. It is not answered.
 TENTATIVE: the declaration is tentative, because the rank still computes; another one, or the commit, replaces it.
+REPEATS: a commit that an earlier process of this rank has made is asked about; it is never accepted as a new one.
 """
 
 PART = 32
@@ -385,8 +387,8 @@ class Registered:
     next_round: int
     has_committed: bool = False
     """Whether a former process of this rank has committed that round, which is open."""
-    client_state: bytes = b""
-    """What the rank's latest commit with a `client_state` brought; empty if there was none."""
+    client_states: tuple[bytes, ...] = ()
+    """What the rank's latest two commits with a `client_state` brought, in order; those that there were."""
 
 
 WHOLE, ROWS, VALUES, HALF, DELTA = range(5)

@@ -31,6 +31,11 @@ class Round:
         """Whether weights are only read."""
         self.repeated = -1
         """For a read of the weights with which a round began: its number; -1: of the present weights."""
+        self.asks_again = False
+        """Whether a commit of an earlier process is repeated for its answer. Then nothing is given, and like for a read
+        nothing is aborted."""
+        self.is_lost = False
+        """Whether a server does not have that commit any more."""
         self.is_given = True
         """Whether this worker computes with the weights that come; False if they are only inspected, or prefetched."""
         self.server_requests: list[ServerRequest] = []
@@ -136,7 +141,7 @@ class Round:
         contribution, incoming, layout = self.contribution, request.incoming, request.layout
         if contribution.outs is None:
             return
-        follows = layout.takes_deltas and not self.is_read  # a pull may write elsewhere
+        follows = layout.takes_deltas and (not self.is_read or self.asks_again)  # a pull may write elsewhere
         incoming.write(contribution, gone, follows, self.rows)
         came = np.array(incoming.came)
         read = came >= 0

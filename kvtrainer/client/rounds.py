@@ -66,7 +66,13 @@ class Rounds:
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
         session.on_return.append(self._start_over)
 
-    def start(self, contribution: Contribution, is_read: bool = False, repeated: int = -1) -> Round:
+    def start(
+        self,
+        contribution: Contribution,
+        is_read: bool = False,
+        repeated: int = -1,
+        asks_again: bool = False,
+    ) -> Round:
         """Send one round of some tables and return at once. Gradients must not change until `wait` returns.
 
         An open round of one of the tables is waited for first, so an error of it is raised here. With a store that
@@ -75,6 +81,7 @@ class Rounds:
         Args:
             is_read: The weights are only pulled.
             repeated: As for `pull`.
+            asks_again: See `ask_again`.
         """
         # 1. Wait for earlier rounds of these tables.
         session, tables = self._session, contribution.tables
@@ -91,7 +98,7 @@ class Rounds:
         if buffers is not None:
             contribution = contribution._replace(outs=buffers)
         round_ = Round(contribution, session, is_read)
-        round_.repeated, round_.is_given = repeated, buffers is None
+        round_.repeated, round_.is_given, round_.asks_again = repeated, buffers is None, asks_again
         # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
         try:
@@ -308,6 +315,21 @@ class Rounds:
             self.pull(read.tables, read.outs or ())
         failpoint("worker.init.end")
 
+    def ask_again(self, contribution: Contribution) -> Round | None:
+        """Repeat a table's last commit, which an earlier process of this rank has made, for its answer; blocks.
+
+        Returns the round, which has ended, and whose weights are in `outs`. None if a server has lost the commit.
+        """
+        round_ = self.start(contribution, is_read=True, asks_again=True)
+        self.wait(round_)
+        if round_.is_lost:
+            return None
+        [table] = contribution.tables
+        if contribution.sink.maps:
+            contribution.sink.commit()
+        table.resume(table.round + 1, True)
+        return round_
+
     def wait(self, round_: Round, may_wait_again: bool = False) -> None:
         """Block until the round is over; new weights are then in `outs`.
 
@@ -460,8 +482,14 @@ class Rounds:
                 round_.in_force[table.name] = reply
             elif isinstance(reply, m.Vetoed):
                 self._take_veto(round_, request, at, reply)
+            elif round_.asks_again:
+                # 3. The commit is lost: what the others answer does not matter any more.
+                round_.is_lost = True
+                for one in list(round_.open):
+                    one.open.clear()
+                    round_.finish(one, ())
             elif table.round == reply.round:
-                # 3. Slices that never arrived.
+                # 4. Slices that never arrived.
                 asked = [request.layout.slots.get(slot) for slot in reply.slots]
                 lost = sorted(set(request.given).intersection(asked))
                 _log.warning("%s lost %d slices of round %d; sending them again",
@@ -577,7 +605,7 @@ class Rounds:
                 lost.update(request.layout.index[[*request.open, *request.failed]].tolist())
         # 2. A pull only writes weights.
         if round_.is_read:
-            for request in round_.server_requests if error is None else ():
+            for request in round_.server_requests if error is None and not round_.is_lost else ():
                 round_.write(request, frozenset(), all_tables)
             return
         if not round_.server_requests:  # it was not even prepared

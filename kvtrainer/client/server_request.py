@@ -40,6 +40,7 @@ class RoundInputs(Protocol):
     session: Session
     is_read: bool
     repeated: int
+    asks_again: bool
     encoded: dict[int, dict[int, EncodedSlice]]
     server_requests: list[ServerRequest]
 
@@ -72,7 +73,7 @@ class ServerRequest:
         """Tables whose end the server has not reported yet."""
         memory_at = round_.session.memory_at
         self.incoming = IncomingWeights(layout, self.memory, self.open, wants, memory_at)
-        if round_.is_read:
+        if round_.is_read and not round_.asks_again:
             self.open.intersection_update([at for at, n in enumerate(self.incoming.num_pending) if n])
         self.rounds = all_tables.round[layout.index]
         self.commits = self._make_commits(round_, all_tables)
@@ -115,7 +116,7 @@ class ServerRequest:
         commits[:, 4] = (all_tables.held if is_incremental else all_tables.version)[self.server][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_incremental
-        flags |= m.WANTS_HALF * layout.takes_half
+        flags |= m.WANTS_HALF * layout.takes_half | m.REPEATS * round_.asks_again
         if wants and contribution.sink.maps and round_.session.transport.channel(self.server) is not None:
             flags |= m.MAPS_WEIGHTS | m.PLACES_CACHED * (layout.mapped is not None)
         if flags or not wants:
@@ -183,7 +184,7 @@ class ServerRequest:
         """Make the messages of some slices. The last one has the commits of the tables that are still open."""
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout
         commits = self.commits if len(self.open) == len(self.commits) else self.commits[sorted(self.open)]
-        if round_.is_read:
+        if round_.is_read and not round_.asks_again:
             return [m.Pull(tuple(commits[:, 0].tolist()), timeout, round_.repeated)]
         # 1. Slices by form: encoded, in shared memory, plain.
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]] = []

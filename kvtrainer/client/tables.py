@@ -167,8 +167,8 @@ class Takeover(NamedTuple):
 
     committed: Mapping[int, int]
     """Server → the last round that the rank has committed there; -1 for none."""
-    client_states: Mapping[int, bytes]
-    """Server → the latest `client_state` that the rank's commits brought there; empty for none."""
+    client_states: Mapping[int, Sequence[bytes]]
+    """Server → the latest two `client_state`s that the rank's commits brought there."""
 
     @property
     def first(self) -> int:
@@ -265,7 +265,7 @@ class RemoteTable:
         known = self.takeover or Takeover({}, {})
         committed = registered.next_round - (not registered.has_committed)
         self.takeover = Takeover(
-            {**known.committed, server: committed}, {**known.client_states, server: registered.client_state}
+            {**known.committed, server: committed}, {**known.client_states, server: registered.client_states}
         )
 
     def take_over(self, is_sync: bool) -> None:
@@ -277,6 +277,15 @@ class RemoteTable:
             self.resume(self.takeover.first, True)  # its commit is repeated, to wait for its end
         else:
             self.resume(self.takeover.first + 1, self.takeover.first >= 0)
+
+    def lose_commit(self) -> None:
+        """Go on before the last round of the earlier process, because a server has lost that commit."""
+        assert self.takeover is not None
+        committed = {server: number - 1 for server, number in self.takeover.committed.items()}
+        self.takeover = self.takeover._replace(committed=committed)
+        if self.takeover.first < 0:
+            self.takeover = None
+        self.resume(self.round, self.takeover is not None)
 
     def resume(self, round_: int, is_initialised: bool) -> None:
         self._tables.round[self.index] = round_

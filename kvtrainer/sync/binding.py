@@ -317,6 +317,12 @@ class Binding:
         records = find_records(takeover)
         joined = records.last is not None and records.last[:2] == (JOINED, takeover.first)
         outcome = exchange.resume(weights, resumes.guard if exchange.is_sync else None, joined)
+        if exchange.takeover is None:
+            exchange.init(weights, layout.tables.first())
+            return
+        if exchange.takeover != takeover:  # a server had lost the last commit
+            takeover = exchange.takeover
+            records = find_records(takeover)
         self.resumed = ResumedRounds(takeover.first, records, outcome)
 
     def check_growth(self, layout: Memory) -> bool:

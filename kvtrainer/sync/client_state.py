@@ -66,7 +66,7 @@ class Records(NamedTuple):
 
 def find_records(takeover: Takeover) -> Records:
     """Return the records of a takeover. Raises ProtocolError if they cannot be read."""
-    found = [unpack_record(packed) for packed in takeover.client_states.values()]
+    found = [unpack_record(packed) for own in takeover.client_states.values() for packed in own]
     by_round = {one.round: one for one in found if one is not None}
     former = [number for number in by_round if number <= takeover.first]
     return Records(by_round[max(former)] if former else None, by_round.get(takeover.first + 1))

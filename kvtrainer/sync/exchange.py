@@ -277,8 +277,9 @@ class StoreExchange(Exchange):
         """Take the place of an earlier process of this rank, instead of `init`; blocks.
 
         Returns how its last round ended, after waiting for that: its weights are in `weights`. None if that changed
-        nothing because all workers had joined, or if this process has to repeat the next one, because only some
-        servers have its commit; `weights` are then those before it. In asynchronous modes they are the present ones.
+        nothing because all workers had joined, or if this process has to repeat a round, because not all servers have
+        its commit; `weights` are then those before it. In asynchronous modes they are the present ones. There is no
+        `takeover` any more if that round is the first one, so `init` has to follow.
 
         Args:
             guard: As in every round of this Trainer.
@@ -289,12 +290,13 @@ class StoreExchange(Exchange):
         """
         mine, takeover = self._open_sink(weights), self._table.takeover
         assert takeover is not None
-        rounds, outcome, out = self._client.rounds, None, self.sink.outs(weights)
-        if self.is_sync and not takeover.is_partial:
-            # The commit of the earlier process counts. To commit again only asks for its answer.
+        rounds, out, outcome = self._client.rounds, self.sink.outs(weights), None
+        # 1. The commit of the earlier process counts. To commit again only asks for its answer.
+        round_, is_whole = None, self.is_sync and not takeover.is_partial
+        if is_whole:
             again = Contribution([self._table], None, [out], guard=guard, sink=self.sink, joined=joined)
-            round_ = rounds.start(again)
-            rounds.wait(round_)
+            round_ = rounds.ask_again(again)
+        if round_ is not None:
             _, decision = round_.decided.get(self._name, (None, Decision()))
             left_out = frozenset(round_.absent.get(self._name, ()))
             is_over = joined and round_.in_force[self._name].is_over
@@ -302,7 +304,10 @@ class StoreExchange(Exchange):
             if outcome.skipped:
                 rounds.pull([self._table], [out])  # no weights came with the answer
             outcome = None if is_over else outcome
-        else:
+        # 2. Otherwise the round is repeated from the weights before it.
+        elif is_whole:
+            self._table.lose_commit()
+        if round_ is None and self._table.takeover is not None:
             rounds.pull([self._table], [out], self._table.round if self.is_sync else -1)
         self._check_mapped(mine)
         self.sink.deliver(weights, self.sink.outs(weights))

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_server.durable.fd_store import (
-    StoredDescriptor,
     NotifySocket,
+    StoredDescriptor,
     inherited_descriptors,
     notify_address,
 )

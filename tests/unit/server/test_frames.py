@@ -52,7 +52,7 @@ HELLO = REQUESTS[0]
 REPLIES: list[Any] = [
     m.Welcome(1 << 61, 5),
     m.Registered(3, 7, 1),
-    m.Registered(3, 7, 1, True, b"\x81"),
+    m.Registered(3, 7, 1, True, (b"\x81",)),
     m.Welcome(1, 5, 0, 60.0),
     m.EffectiveOptions(1, 7, b"\x80", True),
     m.Absent(1, 7, (3, 4)),

@@ -41,14 +41,14 @@ def resumable() -> Job:
 def test_a_successor_is_told_the_open_round_and_what_the_last_commit_of_its_rank_brought() -> None:
     job = Job(2, SYNCHRONOUS)
     one_round(job, 1)
-    assert job.hello(1) == m.Registered(0, 0, 2, False, STATE)
+    assert job.hello(1) == m.Registered(0, 0, 2, False, (STATE,))
 
 
 def test_a_commit_of_the_predecessor_counts_and_the_successor_is_told_so() -> None:
     job = Job(2, SYNCHRONOUS)
     one_round(job, 1)
     job.commit(1, 2, 5.0, client_state=b"later")
-    assert job.hello(1) == m.Registered(0, 0, 2, True, b"later")
+    assert job.hello(1) == m.Registered(0, 0, 2, True, (STATE, b"later"))
     job.commit(0, 2, 3.0)
     assert job.total == [2.0 + 8.0]
 
@@ -159,7 +159,7 @@ def test_asynchronous_contributions_keep_the_state_of_their_rank() -> None:
     job.commit(1, 1, 5.0, client_state=STATE)
     told = job.hello(1)
     assert isinstance(told, m.Registered)
-    assert told.client_state == STATE
+    assert told.client_states == (STATE,)
 
 
 def open_agreement(job: Job, rank: int, **more: Any) -> int:
@@ -231,3 +231,23 @@ def test_a_process_that_was_started_less_often_replaces_one_that_has_died() -> N
     job.hello(1, resumes=True, restarts=2)
     job.engine.namespaces["j"].membership.members[1].state = ProcessState.ENDED
     assert isinstance(job.hello(1, resumes=True, restarts=0), m.Registered)
+
+
+def test_a_commit_that_the_server_has_lost_is_not_counted_when_it_is_asked_about() -> None:
+    job = Job(2, SYNCHRONOUS)
+    one_round(job, 1)
+    job.hello(1, resumes=True)
+    [told] = job.commit(1, 2, flags=m.WANTS_WEIGHTS | m.REPEATS)
+    assert isinstance(told, m.Missing)
+    job.commit(0, 2, 3.0, number=77)
+    assert (0, 77) not in job.replies
+    job.commit(1, 2, 4.0)
+    assert job.total == [9.0]
+
+
+def test_the_states_of_the_last_two_rounds_are_kept_and_of_one_round_the_latest() -> None:
+    job = Job(2, SYNCHRONOUS)
+    for number, state in ((1, b"first"), (2, b"second"), (3, b"third")):
+        for rank in range(2):
+            job.commit(rank, number, 1.0, client_state=state)
+    assert job.hello(1) == m.Registered(0, 0, 4, False, (b"second", b"third"))
