@@ -173,7 +173,7 @@ def forget_open(engine: Engine) -> None:
             version = table.version
             pipelined.roll_back(space, table)
             table.version = version  # a restored image knows of no rollback
-        for tracker in (space.rounds.shared, *space.rounds._lanes.values()):
+        for tracker in (space.rounds.shared, *space.rounds.lanes.values()):
             tracker.inputs = {}
             tracker.num_committed[:] = 0
         for table in space.tables:
