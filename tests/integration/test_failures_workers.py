@@ -362,7 +362,7 @@ def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_wha
     script = f"""
 kv.init("w", torch.zeros({numel}))
 session = kv._client._session
-for (run, token), (_, own) in zip(session._tokens, session.transport._ids): print(run, token, own.hex(), flush=True)
+for (run, token), (own, *_) in zip(session._tokens, session.transport._ids): print(run, token, own.hex(), flush=True)
 out = torch.empty({numel})
 kv.pushpull("w", torch.ones({numel}), out=out)
 print(out.unique().tolist(), flush=True)
@@ -376,7 +376,8 @@ print(out.unique().tolist(), flush=True)
         for _ in servers:
             run, session, own = worker.line().split()
             tokens.append((int(run), int(session)))
-            ids += [bytes.fromhex(own), routing_id()]
+            # A connection's first socket is for heartbeats, and the second for requests.
+            ids += [routing_id(), bytes.fromhex(own), *[routing_id() for _ in range(m.MAX_SOCKETS - 2)]]
         assert eventually(lambda: _waiting_for(store) == [[0]] * 2)
         worker.freeze()
         assert round_of(store, "w", torch.full((numel,), 2.0)).unique().tolist() == [3.0]

@@ -12,7 +12,7 @@ from kvstore_server.durable.fd_store import StoredDescriptor
 from kvstore_server.engine.durability import Durability, Head, read_stored
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.failpoints import Entry, Failpoints
+from kvstore_server.failpoints import ArmedPoint, Failpoints
 from kvstore_server.transport.arena import Leases
 
 
@@ -64,7 +64,7 @@ def crash_at(*points: tuple[str, int]) -> Iterator[None]:
     actions, armed = failpoints.ACTIONS["kill"], failpoints._armed
     failpoints.ACTIONS["kill"], failpoints._armed = (
         crash,
-        Failpoints([Entry(name, None, nth) for name, nth in points]),
+        Failpoints([ArmedPoint(name, None, nth) for name, nth in points]),
     )
     try:
         yield
