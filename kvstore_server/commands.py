@@ -68,31 +68,43 @@ def check_head(head: object) -> int:
     return check.integer("the head of a command", head, 0, (1 << 31) - 1)
 
 
+class CommandAnswer(NamedTuple):
+    """The answer to the last command of a session. A worker waits for it before it sends the next one."""
+
+    number: int
+    """Of the request."""
+    body: m.ReplyBody
+
+
+def repeated_answer(last: CommandAnswer | None, number: int, command: m.Command) -> m.ReplyBody | None:
+    """Return what a repeated request gets; None for a new one. The numbers of a session's commands only increase."""
+    if last is None or number > last.number:
+        return None
+    if number == last.number:
+        return last.body
+    return m.Failed("ProtocolError", f"command {command.head} was answered before a later one")
+
+
 class Commands:
-    """Runs each command to one server once, however often its request is repeated."""
+    """Runs commands on one server."""
 
     def __init__(self, context: CommandContext) -> None:
         self._context = context
-        self._last: dict[int, tuple[int, m.ReplyBody]] = {}
-        """Session → number and answer of its last command. A worker waits for the answer before it sends the next."""
 
-    def answer(self, session: int, number: int, command: m.Command) -> m.ReplyBody:
-        """Run a command, or repeat its answer. The numbers of a session's commands only increase."""
-        last = self._last.get(session)
-        if last is not None and number == last[0]:
-            return last[1]
-        if last is not None and number < last[0]:
-            return m.Failed("ProtocolError", f"command {command.head} was answered before a later one")
-        answer: m.ReplyBody
+    def interrupted(self, command: m.Command) -> m.Failed:
+        """Return the answer to a command during which the process ended."""
+        error = CommandError(
+            f"server {self._context.server} was killed while it ran command {command.head} (body "
+            f"{command.body!r:.80}); what the command did until then is not known, so it was not run again"
+        )
+        return m.Failed(*to_wire(error))
+
+    def run(self, command: m.Command) -> m.ReplyBody:
+        """Run a command; return what its sender is told."""
         try:
-            answer = m.Status({"answer": self._run(command)})
+            return m.Status({"answer": self._run(command)})
         except KVStoreError as error:
-            answer = m.Failed(*to_wire(error))
-        self._last[session] = (number, answer)
-        return answer
-
-    def forget(self, session: int) -> None:
-        self._last.pop(session, None)
+            return m.Failed(*to_wire(error))
 
     def _run(self, command: m.Command) -> bytes:
         head, place = command.head, f"server {self._context.server}"

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_server.budget import Budget
-from kvstore_server.commands import CommandContext, Commands
+from kvstore_server.commands import CommandAnswer, CommandContext, Commands, repeated_answer
 from kvstore_server.debug_log import Peer
 from kvstore_server.engine import pipelined
 from kvstore_server.engine.durability import Durability, Head
@@ -198,9 +198,7 @@ class Engine:
             m.SliceState: self._put_state,
             m.Stats: lambda sender, _: _make_info(sender, sender.space.stats(sender.now)),
             m.Profile: lambda sender, body: _make_info(sender, sender.space.recording.answer(body, clock)),
-            m.Command: lambda sender, body: _make_reply(
-                sender.waiter, self._commands.answer(sender.session, sender.waiter.number, body)
-            ),
+            m.Command: self._command,
             m.Leave: self._leave,
         }
 
@@ -942,6 +940,21 @@ class Engine:
         sender.space.note_tables([table.number])
         return _make_info(sender)
 
+    def _command(self, sender: Sender, command: m.Command) -> list[m.Outgoing]:
+        session, number = self._sessions.known(sender.session), sender.waiter.number
+        assert session is not None
+        answer = repeated_answer(session.command, number, command)
+        if answer is None:
+            if self._durability is not None:
+                # A next process must know that it has begun, because nobody can tell what it did before a kill.
+                session.command = CommandAnswer(number, self._commands.interrupted(command))
+                self._note_session(session.token)
+                self._durability.commit(self.namespaces, self._sessions, self._finished)
+            answer = self._commands.run(command)
+            session.command = CommandAnswer(number, answer)
+            self._note_session(session.token)
+        return _make_reply(sender.waiter, answer)
+
     def _gather(self, sender: Sender, gather: m.Gather) -> list[m.Outgoing]:
         space, members = sender.space, sender.space.membership
         released = members.enter_barrier(sender.rank, gather, sender.waiter, sender.now)
@@ -1117,7 +1130,6 @@ class Engine:
                 self._finished.popitem(last=False)
 
     def _fence(self, session: int, reason: str) -> None:
-        self._commands.forget(session)
         self._sessions.end(session, reason)
         self._note_session(session)
 

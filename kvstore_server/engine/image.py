@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.commands import CommandAnswer
 from kvstore_server.durable.memory import typed
 from kvstore_server.engine.membership import RankSession, Sessions
 from kvstore_server.engine.namespace import Namespace
@@ -128,16 +129,33 @@ def _session_rows(sessions: Sessions, tokens: Iterable[int]) -> list[Any]:
         hello, seen = session.hello, session.seen_at if session.has_left else 0.0
         values = [getattr(hello, one.name) for one in fields(hello)]
         terms = [list(value) if isinstance(value, tuple) else value for value in values]
-        rows.append([session.token, terms, session.peer, reason, session.has_left, session.how_ended, seen])
+        told = session.how_ended, seen, _command_values(session.command)
+        rows.append([session.token, terms, session.peer, reason, session.has_left, *told])
     return rows
+
+
+def _command_values(answer: CommandAnswer | None) -> list[Any]:
+    if answer is None:
+        return []
+    if isinstance(answer.body, m.Failed):
+        return [answer.number, answer.body.code, answer.body.text]
+    assert isinstance(answer.body, m.Status)
+    return [answer.number, "", answer.body.values["answer"]]
+
+
+def _command_of(values: Sequence[Any]) -> CommandAnswer | None:
+    if not values:
+        return None
+    number, code, text = values
+    return CommandAnswer(number, m.Failed(code, text) if code else m.Status({"answer": text}))
 
 
 def restore_sessions(sessions: Sessions, rows: Iterable[Sequence[Any]], now: float) -> None:
     """Open and end the sessions of an image; they count as heard now."""
-    for token, terms, peer, reason, has_left, how_ended, seen in rows:
+    for token, terms, peer, reason, has_left, how_ended, seen, command in rows:
         values: list[Any] = [tuple(term) if isinstance(term, list) else term for term in terms]
         hello = m.Hello(*values)
-        session = RankSession(token, hello, peer, now)
+        session = RankSession(token, hello, peer, now, command=_command_of(command))
         if has_left:
             session.state, session.seen_at, session.last_heard = ProcessState.ENDED, seen, seen
             session.how_ended, session.is_logged, session.has_left = how_ended, True, True

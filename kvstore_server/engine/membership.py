@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvstore_server.commands import CommandAnswer
 from kvstore_server.engine.rounds import Waiter
 from kvstore_server.errors import (
     ConfigurationError,
@@ -67,6 +68,8 @@ class RankSession:
     """True once the log says that the process is dead."""
     has_left: bool = False
     """True once the process has left because it failed, while a successor is awaited."""
+    command: CommandAnswer | None = None
+    """The answer to its last command, so that one that is repeated does not run again."""
 
     def __repr__(self) -> str:
         hello, ended = self.hello, f", {self.how_ended}" if self.how_ended else ""
@@ -191,11 +194,13 @@ class Sessions:
 
     def end(self, token: int, reason: str) -> None:
         """End a session; later messages in it are refused with this reason."""
-        self._ended[token] = (self._live.pop(token), reason)
+        session = self._live.pop(token)
+        session.command = None
+        self._ended[token] = (session, reason)
         # Oldest first, so that memory stays bounded however often processes come back.
         if len(self._ended) > _ENDED_KEPT:
-            _, (session, _) = self._ended.popitem(last=False)
-            del self._opened[session.process]
+            _, (oldest, _) = self._ended.popitem(last=False)
+            del self._opened[oldest.process]
 
 
 @dataclass

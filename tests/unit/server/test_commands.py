@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from kvstore_server import commands
-from kvstore_server.commands import CommandContext, Commands
+from kvstore_server.commands import CommandContext
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode, pack_control
+from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
 from kvtrainer.client.client import Client, Loopback
 from kvtrainer.client.contribution import Contribution
@@ -24,7 +26,10 @@ from kvtrainer.client.session import SessionOptions
 from kvtrainer.client.tables import RemoteTable
 from kvtrainer.errors import CommandError, ConfigurationError, ProtocolError
 from kvtrainer.kvstore import LocalKVStore
+from tests.support.durable import Crash, HeldDescriptors, crash_at, durable_engine
 from tests.support.engines import client_of
+
+PEER = b"p" * SECRET_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -119,22 +124,90 @@ def test_a_command_runs_once_although_its_answer_is_lost_and_it_is_sent_again(ca
     assert calls == ["a", "b", "c"]
 
 
+def ask(engine: Engine, session: int, number: int, body: str, head: int = 7) -> m.ReplyBody:
+    [out] = engine.handle(
+        PEER, m.Request(engine.config.run, session, number, m.Command(head, body.encode())), 0.0
+    )
+    return out.reply.body
+
+
+def session_of(engine: Engine, nonce: bytes = b"nonce") -> int:
+    hello = m.Hello("job", 0, 1, 0, 1, "", "host", nonce, (PEER,))
+    [out] = engine.handle(PEER, m.Request(0, 0, 1, hello), 0.0)
+    assert isinstance(out.reply.body, m.Welcome)
+    return out.reply.body.session
+
+
 def test_a_repetition_that_comes_after_a_later_command_is_not_run(calls: list[str]) -> None:
-    desk = Commands(CommandContext(0, 1))
-    for number in (3, 5, 3, 5):
-        answer = desk.answer(1, number, m.Command(7, b"%d" % number))
+    engine = Engine(EngineConfig())
+    session = session_of(engine)
+    answers = [ask(engine, session, number, str(number)) for number in (3, 5, 3, 5)]
     assert calls == ["3", "5"]
-    assert answer == m.Status({"answer": b"0 of 1: 5 #2"})
-    assert isinstance(desk.answer(2, 3, m.Command(7, b"other session")), m.Status)
+    assert answers[1] == answers[3] == m.Status({"answer": b"0 of 1: 5 #2"})
+    assert isinstance(answers[2], m.Failed)
+    assert isinstance(ask(engine, session_of(engine, b"other"), 3, "other session"), m.Status)
 
 
 def test_what_a_session_was_answered_is_forgotten_when_it_ends() -> None:
     engine = Engine(EngineConfig())
     client = client_of(1, [engine])
     client.command(7, b"a")
-    assert engine._commands._last
+    [session] = engine._sessions
+    assert session.command is not None
     client.close()
-    assert not engine._commands._last
+    assert session.command is None
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_a_command_whose_answer_was_lost_with_the_server_is_not_run_again(
+    is_compacted: bool, calls: list[str]
+) -> None:
+    with contextlib.closing(HeldDescriptors()) as store:
+        engine = durable_engine(store)
+        session = session_of(engine)
+        answers = [ask(engine, session, 3, "a"), ask(engine, session, 4, "b", head=8)]
+        if is_compacted:
+            assert engine._durability is not None
+            engine._durability.compact(engine.namespaces, engine._sessions, engine._finished)
+        following = durable_engine(store)
+        assert ask(following, session, 4, "b", head=8) == answers[1]
+        assert isinstance(ask(following, session, 3, "a"), m.Failed)
+        assert calls == ["a", "b"]
+        assert ask(following, session, 5, "c") == m.Status({"answer": b"0 of 1: c #3"})
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_command_whose_server_dies_runs_once_or_fails_and_never_runs_twice(
+    nth: int, calls: list[str]
+) -> None:
+    with contextlib.closing(HeldDescriptors()) as store:
+        engine = durable_engine(store)
+        session = session_of(engine)
+        # Commits of the log: that it has begun, and its answer.
+        with pytest.raises(Crash), crash_at(("server.commit.begin", nth)):
+            ask(engine, session, 3, "a")
+        assert len(calls) == nth - 1
+        answer = ask(durable_engine(store), session, 3, "a")
+    assert calls == ["a"]
+    # Nobody knows whether one that had begun and has no answer has done something.
+    assert isinstance(answer, m.Status) if nth == 1 else "was killed while it ran" in answer.text  # type: ignore[union-attr]
+
+
+def test_a_command_that_was_killed_while_it_ran_fails_and_does_not_run_again(calls: list[str]) -> None:
+    @commands.register(9)
+    def killed(body: str, _: CommandContext) -> str:
+        calls.append(body)
+        raise Crash("killed")
+
+    with contextlib.closing(HeldDescriptors()) as store:
+        engine = durable_engine(store)
+        session = session_of(engine)
+        with pytest.raises(Crash):
+            ask(engine, session, 3, "a", head=9)
+        following = durable_engine(store)
+        answers = [ask(following, session, 3, "a", head=9) for _ in range(2)]
+    assert calls == ["a"]
+    assert [one.code for one in answers if isinstance(one, m.Failed)] == ["CommandError"] * 2
 
 
 def test_a_number_that_is_registered_again_is_taken_over_with_a_warning(
