@@ -402,6 +402,6 @@ class Durability:
             space.tables[table].version += 1
         space.shard.storage.return_moved()
         space.shard.storage.forget_former(self._undone)
-        for table_ in space.tables if space.shard.notes_changes else ():
+        for table_ in space.tables if space.shard.tracks_changes else ():
             table_.unit.changes.begin(table_.version)
         return space

@@ -399,9 +399,9 @@ def _shard_columns(space: Namespace, tables: Sequence[Table]) -> Image:
     if moved or changes.steps.get(-1):
         changes.steps[-1] = 1
         found["moved"] = moved
-    found["notes"] = shard.notes_changes
+    found["notes"] = shard.tracks_changes
     found["deltas"] = [[t.number, _deltas(t, changes.steps)] for t in tables if t.deltas is not None]
-    found["reads"] = [[t.number, t.more_reads, _reads(t)] for t in tables if t.unit.reads]
+    found["reads"] = [[t.number, t.extra_reads, _reads(t)] for t in tables if t.unit.reads]
     return found
 
 
@@ -539,7 +539,7 @@ def _apply_shard(space: Namespace, values: Image) -> None:
         for slot in slots:
             storage.moved_to.pop(slot, None)
         storage.moved_to |= dict(values["moved"])
-    shard.notes_changes |= values["notes"]
+    shard.tracks_changes |= values["notes"]
     for number, own in values["deltas"]:
         *of_deltas, steps_ = own
         news = [
@@ -557,7 +557,7 @@ def _apply_shard(space: Namespace, values: Image) -> None:
                 copies.setdefault((version, copy), shard.stored_read(unit, version, copy))
             unit.reads[rank] = [copies[version, copy] for version, copy in own]
         unit.stored_copies = frozenset(copy for _, copy in copies)
-        space.restore_more_reads(space.tables[number], more)
+        space.restore_extra_reads(space.tables[number], more)
 
 
 def _ints(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:

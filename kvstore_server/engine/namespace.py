@@ -281,12 +281,12 @@ class Namespace:
     def registered_by(self, table: Table) -> int:
         return self._registered_by[table.name]
 
-    def restore_more_reads(self, table: Table, more: int) -> None:
+    def restore_extra_reads(self, table: Table, more: int) -> None:
         self.claim(
-            max(more - table.more_reads, 0) * _weights_nbytes(table),
+            max(more - table.extra_reads, 0) * _weights_nbytes(table),
             f"what workers of table {table.name!r} have",
         )
-        table.more_reads = more
+        table.extra_reads = more
 
     def claim_restored(self) -> None:
         """Claim the memory of what was restored and is not claimed with its table."""
@@ -343,7 +343,7 @@ class Namespace:
         self.claim(needed + for_deltas, f"table {register.table!r}")
         number = len(self.tables)
         table = Table(number, register.table, plan, self.config.server, workers, self.shard, self.mode, codec)
-        self._let_record_reads([table])
+        self._track_reads_if_needed([table])
         self.tables.append(table)
         # 5. Number its slices, and open its first round.
         slots, storage = range(table.unit.first, table.unit.end), self.shard.storage
@@ -738,9 +738,9 @@ class Namespace:
                 for rank in ranks:
                     self._record_read(table, rank)
             else:
-                table.record_contribution(ranks)
+                table.reset_reads(ranks)
         if self.changes is not None and not self.mode.is_sync:
-            self.note_tables([table.number for table in some.named if table.notes_reads])
+            self.note_tables([table.number for table in some.named if table.tracks_reads])
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def weights_before(self, round_: int, table: Table) -> m.Weights:
@@ -803,8 +803,8 @@ class Namespace:
         if is_pull:
             self._record_read(table, rank)
         else:
-            table.record_contribution([rank], None if table.deltas is None else table.deltas.weights)
-        if table.deltas is not None or table.notes_reads:
+            table.reset_reads([rank], None if table.deltas is None else table.deltas.weights)
+        if table.deltas is not None or table.tracks_reads:
             self.note_tables([table.number])
         parts = [(part.slot, table.version, part.kind, part.payload.nbytes) for part in found]
         table.bytes_out += sum([nbytes for _, _, _, nbytes in parts])
@@ -812,14 +812,14 @@ class Namespace:
 
     def _record_read(self, table: Table, rank: int) -> None:
         def has_room(more: int) -> bool:
-            copies = max(more - table.more_reads, 0)
+            copies = max(more - table.extra_reads, 0)
             try:
                 self.claim(
                     copies * _weights_nbytes(table), f"what workers of table {table.name!r} have pulled"
                 )
             except ConfigurationError:
                 return False
-            table.more_reads += copies
+            table.extra_reads += copies
             return True
 
         table.record_read(rank, has_room, None if table.deltas is None else table.deltas.weights)
@@ -843,7 +843,7 @@ class Namespace:
             self.note_tables(range(len(self.tables)))
         if self.changes is not None:
             self.changes.note_optimizer()
-        self._let_record_reads(self.tables)
+        self._track_reads_if_needed(self.tables)
 
     def _make_room(self, optimizer: Optimizer) -> None:
         needed = sum(self._footprint(table.plan, optimizer) for table in self.tables)
@@ -851,16 +851,16 @@ class Namespace:
         self.claim(needed - self._footprints, what)
         self._footprints = needed
 
-    def _let_record_reads(self, tables: Iterable[Table]) -> None:
+    def _track_reads_if_needed(self, tables: Iterable[Table]) -> None:
         """Let tables remember what each rank has read if the optimizer needs that (delay compensation)."""
         optimizer = None if self.mode.is_sync else self.optimizer.named
         for table in tables:
             wanted = optimizer is not None and optimizer.delay_state is not None
-            begins = wanted and not table.notes_reads
-            table.notes_reads = wanted
+            begins = wanted and not table.tracks_reads
+            table.tracks_reads = wanted
             if begins and table.is_initialised:
                 # Without an optimizer nothing has changed the first values, so every rank has these.
-                table.record_contribution(range(self.membership.num_workers))
+                table.reset_reads(range(self.membership.num_workers))
                 self.note_tables([table.number])
 
     def is_waiting(self) -> bool:

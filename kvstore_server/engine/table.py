@@ -141,9 +141,9 @@ class Table:
         self.unit = self.shard.add(plan, server)
         self.deltas = None if delta_codec is None else Deltas(delta_codec, shard.storage, self.unit)
         """If new weights are sent as encoded changes: the weights that workers have."""
-        self.notes_reads = False
+        self.tracks_reads = False
         """Whether the optimizer needs to know what each rank has read."""
-        self.more_reads = 0
+        self.extra_reads = 0
         """Copies of weights that are claimed for that, beyond one for each rank."""
         # 2. The state of its open round.
         self.hyper = AgreedOptions(plan)
@@ -317,11 +317,14 @@ class Table:
             self.deltas.reset()
         self.is_initialised = True
         self.version += 1
-        self.record_contribution(range(self.num_workers))
+        self.reset_reads(range(self.num_workers))
 
-    def record_contribution(self, ranks: Iterable[int], others: Mapping[int, Tensor] | None = None) -> None:
-        """Record that ranks compute with the current weights from now on; `others` as in `Shard.copy_read`."""
-        if self.notes_reads:
+    def reset_reads(self, ranks: Iterable[int], others: Mapping[int, Tensor] | None = None) -> None:
+        """Let ranks compute with the current weights from now on, and drop what they read before.
+
+        `others` as in `Shard.copy_read`. Without effect unless the optimizer needs to know what ranks have read.
+        """
+        if self.tracks_reads:
             read = self.shard.copy_read(self.unit, self.version, others)
             self.unit.reads |= {rank: [read] for rank in ranks}
 
@@ -339,7 +342,7 @@ class Table:
         """
         reads = self.unit.reads
         known = reads.get(rank, [])
-        if not self.notes_reads or any(one.version == self.version for one in known):
+        if not self.tracks_reads or any(one.version == self.version for one in known):
             return
         former = [*known[:1], *known[1:][-1:]]
         others_more = sum([len(own) - 1 for other, own in reads.items() if other != rank])
@@ -379,7 +382,7 @@ class Table:
     ) -> Sequence[Mapping[str, Any]]:
         """Correct for updates of others since this rank read the weights: delay compensation, or a smaller rate."""
         [(rank, part)] = parts.items()
-        if self.notes_reads and optimizer.delay_state is not None:
+        if self.tracks_reads and optimizer.delay_state is not None:
             self.shard.restore_read(self.unit, rank, part.version, optimizer.delay_state)
         # How many updates were applied since the weights that the rank computed with.
         staleness = self.version - part.version if part.version >= 0 else 0
@@ -519,7 +522,7 @@ class Table:
     def _changed_rows(self, key: int, held: int) -> Rows | None:
         """Return the rows of a key to send; None if sending the whole key is not longer."""
         # Recording starts with the first request for changes; it costs time in every update.
-        self.shard.notes_changes = True
+        self.shard.tracks_changes = True
         slices, rows = self.unit.key_slices[key], self.unit.changes.since(key, held, self.version)
         if rows and _bytes_of(self.plan, slices, rows) >= sum([slice_.nbytes for slice_ in slices]):
             return None

@@ -95,7 +95,7 @@ class Shard:
         self._cuts = ViewCache()
         self.counts = np.zeros(0, np.int64)
         """Updates of each key since the optimizer was set, also of keys that are on other servers."""
-        self.notes_changes = False
+        self.tracks_changes = False
         """Whether changes have to be recorded, because they are asked for."""
         self.undos: dict[Unit, Undo] = {}
         """How to undo the last update of a unit, where that is possible."""
@@ -227,7 +227,7 @@ class Shard:
                     own = slice(start - part.start, start - part.start + numel)
                     weight[own].copy_(total[own])
             self.storage.settle(chunk.first, chunk.end, weight)
-            if self.notes_changes:
+            if self.tracks_changes:
                 self._record_dense(chunk)
 
     def _check_factors(self, contributions: Sequence[RankContribution]) -> None:
@@ -336,7 +336,7 @@ class Shard:
         if chunk.place.stop < chunk.block.ends[last]:
             # The slot counts as updated only with its last element.
             states.steps[last], states.entries[last] = former
-        if self.notes_changes:
+        if self.tracks_changes:
             self._record_dense(chunk)
 
     def _update(
@@ -386,7 +386,7 @@ class Shard:
                 self._update_runs(optimizer, chunk, weight, total, scale, borrowed)
             self.storage.settle(chunk.first, chunk.end, weight)
             failpoint("server.update.next_chunk")
-            if self.notes_changes:
+            if self.tracks_changes:
                 self._record_dense(chunk)
 
     def _update_runs(
@@ -532,7 +532,7 @@ class Shard:
                 keep(i, j, part, state)
         # 4. Record the changed rows of each key. Some optimizers change rows without gradient, too.
         starts = [(one.part.start - begin) // layout.width for one in layouts]
-        for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True) if self.notes_changes else ():
+        for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True) if self.tracks_changes else ():
             is_all = not moves_only_rows(optimizer, block.hypers[one.first])
             self._record_rows(one.key, None if is_all else ids)
 
@@ -846,7 +846,7 @@ class Shard:
                 changes.record(key, position)
 
     def _record_rows(self, key: int, ids: Tensor | None) -> None:
-        if not self.notes_changes:
+        if not self.tracks_changes:
             return
         layout = self.storage.layouts[key]
         slot = self.storage.slots[layout.slot]

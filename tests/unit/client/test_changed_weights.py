@@ -334,7 +334,7 @@ def test_a_round_that_is_taken_back_changes_everything_for_whoever_has_read_it()
     plan = make_plan([TensorSpec("w", (40, 2), "float32")], 1)
     shard = Shard()
     unit = shard.add(plan)
-    shard.notes_changes = True
+    shard.tracks_changes = True
     assert unit.changes.since(0, 0, 0) == {}
     rows = {0: RowSet(torch.tensor([3]), torch.ones(1, 2))}
     optimizer = create("fussy")
