@@ -165,10 +165,10 @@ def _slots_of(body: Any) -> str:
     if isinstance(body, m.Contribute):
         words = body.pushes[:, 0].tolist()
     elif isinstance(body, m.Weights):
-        words = [*body.parts[:, 0].tolist(), *body.places[:, 0].tolist()]
+        words = [*body.parts[:, 0].tolist(), *body.locations[:, 0].tolist()]
     elif isinstance(body, m.Missing):
         words = list(body.slots)
-    return _format_ids(m.place_of(word)[0] for word in words)
+    return _format_ids(m.unpack_slot(word)[0] for word in words)
 
 
 _DATA: dict[type[Any], Callable[[Any], int]] = {

@@ -440,7 +440,11 @@ class Server:
         channel = None if isinstance(body, m.SliceState) else self._channels.get(peer)
         try:
             if channel is not None:
-                if isinstance(body, m.Weights) and len(body.places) and not channel.show(body.places[:, 2]):
+                if (
+                    isinstance(body, m.Weights)
+                    and len(body.locations)
+                    and not channel.show(body.locations[:, 2])
+                ):
                     return _Sent.LATER
                 head, payloads = encode_parts(reply)
                 if not channel.send(head, payloads, isinstance(body, m.Weights) and body.zero_copy):
@@ -575,7 +579,7 @@ class Backlog:
         news = [at for at, key in enumerate(_reply_keys(reply)) if key not in self._coming]
         payloads = tuple([reply.body.payloads[at] for at in news])
         parts, zero_copy = reply.body.parts[news], reply.body.zero_copy
-        return m.Reply(reply.number, m.Weights(parts, payloads, zero_copy, reply.body.places))
+        return m.Reply(reply.number, m.Weights(parts, payloads, zero_copy, reply.body.locations))
 
 
 def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
@@ -624,9 +628,10 @@ def packed(
             queues.append(outs)
             continue
         bodies: list[Any] = [out.reply.body for out in outs]
-        parts, places = (np.concatenate([getattr(body, of) for body in bodies]) for of in ("parts", "places"))
+        parts = np.concatenate([body.parts for body in bodies])
+        locations = np.concatenate([body.locations for body in bodies])
         payloads = tuple([payload for body in bodies for payload in body.payloads])
-        whole = m.Weights(parts, payloads, all([body.zero_copy for body in bodies]), places)
+        whole = m.Weights(parts, payloads, all([body.zero_copy for body in bodies]), locations)
         queues.append([m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))])
     # 4. Interleave the peers: all make progress, and a slice that several get is sent while it is in the cache.
     return found + [one for turn in zip_longest(*queues) for one in turn if one is not None]

@@ -77,9 +77,9 @@ _SMALL, _LOOK_PER_ITEM = 1000, 5e-5
 that the checks take a bounded share of the time.
 """
 _MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
-_WHOLE = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.PLACES_CACHED)
-"""Commit flags for which all tables of a request get one common answer: done only, weights, or the places of the
-weights.
+_WHOLE = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.LOCATIONS_CACHED)
+"""Commit flags for which all tables of a request get one common answer: done only, weights, or the locations of
+the weights.
 """
 _IDLE = 0.25
 """A namespace without weights may be reclaimed once it has been silent for this fraction of `dead_after`."""
@@ -427,7 +427,7 @@ class Engine:
             space.note_begun()
         out: list[m.Outgoing] = []
         if space.rounds.pipelined and has_pushes:
-            out += pipelined.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
+            out += pipelined.advance(space, [m.unpack_slot(word)[0] for word in body.pushes[:, 0].tolist()])
         if some is None:
             return out
         # 3. Commits. With asynchronous contributions tables may be in different trackers: the first round is shared.
@@ -586,7 +586,7 @@ class Engine:
                     if wanted == m.WANTS_WEIGHTS:
                         weights[wanted] = space.weights(ended, *ranks)
                     else:
-                        weights[wanted] = space.shown(ended, len(ranks), bool(wanted & m.PLACES_CACHED))
+                        weights[wanted] = space.shown(ended, len(ranks), bool(wanted & m.LOCATIONS_CACHED))
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[wanted])))
             else:
                 versions = [table.version for table in ended.named]
@@ -1182,7 +1182,7 @@ def _answer_commits(
     wanted: dict[bool, list[int]] = {}
     """Tables to send as bytes, by whether bfloat16 is allowed."""
     mapped: dict[bool, list[int]] = {}
-    """Tables whose weights the worker maps, by whether it already knows their places."""
+    """Tables whose weights the worker maps, by whether it already knows their locations."""
     changed: list[m.Weights] = []
     for one in commits:
         number, round_, version, flags = one
@@ -1215,7 +1215,7 @@ def _answer_commits(
         if wants and table.deltas is not None:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants and flags & m.MAPS_WEIGHTS and space.mode.is_sync:
-            mapped.setdefault(bool(flags & m.PLACES_CACHED), []).append(number)
+            mapped.setdefault(bool(flags & m.LOCATIONS_CACHED), []).append(number)
         elif wants and flags & m.WANTS_DELTA:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants:

@@ -151,8 +151,8 @@ class TableBatch(NamedTuple):
     """The slot of each part."""
     nbytes: list[int]
     """The bytes of each table's parts."""
-    places: Ints
-    """For each part, the place where peers map it while it has not moved; -1 if it cannot be mapped."""
+    part_locations: Ints
+    """For each part, the location at which peers map it while it has not moved; -1 if it cannot be mapped."""
     firsts: Ints
     """The first mappable part of each table that has one."""
 
@@ -445,8 +445,8 @@ class Namespace:
         nbytes, position = self.rounds.slots.nbytes[slots], np.zeros(len(self.tables), np.int64)
         position[tables] = np.arange(len(tables))
         owners, none = position[self.rounds.slots.table[slots]], np.zeros(len(slots), np.int64)
-        places = np.array([self.shard.storage.places[slot] for slot in slots.tolist()], np.int64)
-        [mapped] = (places >= 0).nonzero()
+        locations = np.array([self.shard.storage.locations[slot] for slot in slots.tolist()], np.int64)
+        [mapped] = (locations >= 0).nonzero()
         return TableBatch(
             tables.copy(),
             numbers,
@@ -457,7 +457,7 @@ class Namespace:
             owners,
             slots.tolist(),
             np.bincount(owners, nbytes, len(tables)).astype(np.int64).tolist(),
-            places,
+            locations,
             mapped[np.unique(owners[mapped], return_index=True)[1]],
         )
 
@@ -544,11 +544,11 @@ class Namespace:
         # 2. Encoded payloads become one source for each slice; plain ones are read where they are.
         if body.form:
             codec = None if body.form == PACKED_ROWS else _codec_of(body.form)
-            places = self.shard.storage.slots
+            layouts = self.shard.storage.slots
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
             sources = [
                 read_payload(
-                    places[slot].unit.plan, places[slot].slice, sources[at][start : start + size], codec
+                    layouts[slot].unit.plan, layouts[slot].slice, sources[at][start : start + size], codec
                 )
                 for slot, at, start, size in rows
             ]
@@ -573,7 +573,7 @@ class Namespace:
 
     def _push_part(self, rank: int, body: m.Contribute) -> None:
         word, round_, generation, nbytes = body.pushes[0].tolist()
-        slot, end = m.place_of(word)
+        slot, end = m.unpack_slot(word)
         if slot >= len(self.rounds.slots):
             raise ProtocolError(f"slice {slot} of namespace {self.name!r} is not on this server")
         part = self._part(slot, end, body)
@@ -589,7 +589,7 @@ class Namespace:
             table.begin_round(ALL)
 
     def _part(self, slot: int, end: int, body: m.Contribute) -> SlicePart | None:
-        (table, at), codec = self.place(slot), None
+        (table, at), codec = self.slice_of(slot), None
         slice_ = table.unit.slices[at]
         numel, itemsize = slice_.length, SIZES[slice_.dtype]
         if body.form:
@@ -640,7 +640,7 @@ class Namespace:
         )
 
     def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype) -> NoReturn:
-        table, at = self.place(slot)
+        table, at = self.slice_of(slot)
         slice_ = table.unit.slices[at]
         names = ", ".join(repr(table.plan.specs[segment.key].key) for segment in slice_.segments[:3])
         got = f"{nbytes} bytes" if dtype is torch.uint8 else f"{dtype}[{nbytes // dtype.itemsize}]"
@@ -648,7 +648,7 @@ class Namespace:
             f"slice {slice_.index} (of {names}) takes {slice_.dtype}[{slice_.length}], padding included, got {got}"
         )
 
-    def place(self, slot: int) -> tuple[Table, int]:
+    def slice_of(self, slot: int) -> tuple[Table, int]:
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
@@ -769,17 +769,17 @@ class Namespace:
         return m.Weights(parts, tuple([weights.clone() for weights in kept]))
 
     def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
-        """Return weights for ranks that map them: places, or bytes. `are_known`: they know all places."""
-        storage, places = self.shard.storage, some.places
+        """Return weights for ranks that map them: locations, or bytes. `are_known`: they know them."""
+        storage, locations = self.shard.storage, some.part_locations
         if storage.has_moved:
-            places = np.array([storage.place(slot) for slot in some.resident], np.int64)
+            locations = np.array([storage.location(slot) for slot in some.resident], np.int64)
         versions = np.array([table.version for table in some.named])[some.owners]
-        [mapped], [others] = (places >= 0).nonzero(), (places < 0).nonzero()
-        # The common case of a step: one record for each table instead of all places.
+        [mapped], [others] = (locations >= 0).nonzero(), (locations < 0).nonzero()
+        # The common case of a step: one record for each table instead of all locations.
         if are_known and not storage.has_moved:
             mapped = some.firsts
-            places = np.full_like(places, m.SAME_PLACE)
-        found = np.array((some.parts[mapped, 0], versions[mapped], places[mapped])).T
+            locations = np.full_like(locations, m.SAME_LOCATION)
+        found = np.array((some.parts[mapped, 0], versions[mapped], locations[mapped])).T
         parts = some.parts[others]
         parts[:, 1] = versions[others]
         payloads = tuple([storage.padded[slot] for slot in parts[:, 0].tolist()])
@@ -788,15 +788,15 @@ class Namespace:
         return m.Weights(parts, payloads, self.mode.is_sync, found)
 
     def mapped_rows(self, table: Table) -> m.Weights:
-        """Return the places of a table's slices that workers keep no copy of but can map."""
+        """Return the locations of a table's slices that workers keep no copy of but can map."""
         unit, storage = table.unit, self.shard.storage
         first = int(self.rounds.slots.first[table.number])
         here = [at for at, slice_ in enumerate(unit.slices) if not table.plan.is_resident(slice_)]
-        places = [
-            (first + at, table.version, storage.place(unit.slots[unit.slices[at].index])) for at in here
+        locations = [
+            (first + at, table.version, storage.location(unit.slots[unit.slices[at].index])) for at in here
         ]
-        found = m.matrix([one for one in places if one[2] >= 0], m.PLACE_WORDS)
-        return m.Weights(m.NO_PARTS, (), places=found)
+        found = m.matrix([one for one in locations if one[2] >= 0], m.LOCATION_WORDS)
+        return m.Weights(m.NO_PARTS, (), locations=found)
 
     def rows(self, rank: int, table: Table, found: Sequence[RowPart], is_pull: bool = False) -> m.Weights:
         """Return rows of a table for a rank. `is_pull`: the rank only looks at them."""

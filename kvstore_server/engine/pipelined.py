@@ -49,7 +49,7 @@ _PLAIN = (
     | m.WANTS_HALF
     | m.DISCARD_EAGER
     | m.MAPS_WEIGHTS
-    | m.PLACES_CACHED
+    | m.LOCATIONS_CACHED
 )
 """Commit flags that allow pipelining."""
 
@@ -228,11 +228,11 @@ def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange
             table.shard.update_some(given, *how)
         for one in portions:
             if not one.is_whole:
-                place = space.shard.storage.slots[one.slot].slice.dtype, one.begin, one.end
+                part = space.shard.storage.slots[one.slot].slice.dtype, one.begin, one.end
                 at = one.slot - table.unit.first
                 given = [
                     space.contribution(
-                        intent, state.optimizer, own.part(one.slot, int(intent.arrivals[at]), *place)
+                        intent, state.optimizer, own.part(one.slot, int(intent.arrivals[at]), *part)
                     )
                     for own, intent in ranks
                 ]

@@ -77,10 +77,10 @@ _BUFFER, _BUFFERS = 1 << 40, 1 << 22
 """Buffers are this far apart in the space of offsets, in bytes (more than any buffer has); and how many are told
 apart.
 """
-_ANSWER = m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.MAPS_WEIGHTS | m.PLACES_CACHED
+_ANSWER = m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.MAPS_WEIGHTS | m.LOCATIONS_CACHED
 """Commit flags that only say how the rank wants to be answered."""
 _SPECIAL = ~(
-    m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.DISCARD_EAGER | m.MAPS_WEIGHTS | m.PLACES_CACHED
+    m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.DISCARD_EAGER | m.MAPS_WEIGHTS | m.LOCATIONS_CACHED
 )
 """Commit flags that exclude a table from a batched update."""
 
@@ -234,13 +234,13 @@ class Slots:
         starts = np.cumsum(counts) - counts
         return np.asarray(np.repeat(self.first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
 
-    def divide(self, slots: Ints, places: Ints) -> list[tuple[int, int, int]]:
+    def divide(self, slots: Ints, offsets: Ints) -> list[tuple[int, int, int]]:
         """Split ascending slots into ranges (first slot, end, bytes), contiguous in memory and in their buffers."""
-        ends = places + self.nbytes[slots]
-        is_cut = (np.diff(slots) != 1) | ~self.is_next[slots[1:]] | (places[1:] != ends[:-1])
+        ends = offsets + self.nbytes[slots]
+        is_cut = (np.diff(slots) != 1) | ~self.is_next[slots[1:]] | (offsets[1:] != ends[:-1])
         first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
         last = np.append(first[1:], len(slots))[: len(first)] - 1
-        rows = np.stack((slots[first], slots[last] + 1, ends[last] - places[first]), axis=1)
+        rows = np.stack((slots[first], slots[last] + 1, ends[last] - offsets[first]), axis=1)
         return list(map(tuple, rows.tolist()))
 
 
@@ -272,7 +272,7 @@ class RankInputs:
         """For each slot, `_ARRIVED` + generation of the slice that has arrived; 0 for none."""
         self.partial: dict[int, PartialSlice] = {}
         """Slot → a slice that has arrived in part."""
-        self._places = np.zeros(0, np.int64)
+        self._offsets = np.zeros(0, np.int64)
         """For each slot, the offset of its bytes in the concatenation of all buffers, each counted as `_BUFFER`
         bytes.
         """
@@ -290,9 +290,9 @@ class RankInputs:
         self.committed = _grow_array(self.committed, tables, False)
         self.version, self.flags = _grow_array(self.version, tables, 0), _grow_array(self.flags, tables, 0)
         self.sums = _grow_array(self.sums, tables, 0)
-        self.arrivals, self._places = (
+        self.arrivals, self._offsets = (
             _grow_array(self.arrivals, slots, 0),
-            _grow_array(self._places, slots, 0),
+            _grow_array(self._offsets, slots, 0),
         )
         self.infos += [None] * (tables - len(self.infos))
         self.waiters += [None] * (tables - len(self.waiters))
@@ -309,7 +309,7 @@ class RankInputs:
             for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
                 self._buffers[slot] = sources[at]
         self.arrivals[slots] = arrivals
-        self._places[slots] = starts + (which + self._num_buffers) * _BUFFER
+        self._offsets[slots] = starts + (which + self._num_buffers) * _BUFFER
         # Wraps around, so that offsets fit into 64 bits.
         self._num_buffers = (self._num_buffers + len(sources)) % _BUFFERS
 
@@ -318,17 +318,17 @@ class RankInputs:
         source = self._buffers[slot]
         if isinstance(source, PartialSlice):
             source = self._buffers[slot] = source.payload()
-        return source, int(self._places[slot] % _BUFFER)
+        return source, int(self._offsets[slot] % _BUFFER)
 
     def runs(self, slots: Ints) -> list[Piece]:
         """List the given slots (ascending) that have arrived, as contiguous ranges."""
         here = slots[self.arrivals[slots].nonzero()]
-        places = self._places[here]
-        places = places - places[:1]  # relative, so that the cache hits in every round
-        key, found = (here.tobytes(), places.tobytes()), list[Piece]()
+        offsets = self._offsets[here]
+        offsets = offsets - offsets[:1]  # relative, so that the cache hits in every round
+        key, found = (here.tobytes(), offsets.tobytes()), list[Piece]()
         # How slots group into ranges depends on offsets only, so it is cached over rounds.
-        for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
-            source, begin = self._buffers[first], int(self._places[first] % _BUFFER)
+        for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, offsets):
+            source, begin = self._buffers[first], int(self._offsets[first] % _BUFFER)
             if isinstance(source, PartialSlice):
                 source = source.payload()
             found.append((first, end, source, begin, begin + nbytes))
@@ -340,7 +340,7 @@ class RankInputs:
             return []
         source = self._buffers[slot] if self.arrivals[slot] == arrival else self.partial[slot]
         if isinstance(source, Tensor):
-            size, start = SIZES[dtype], int(self._places[slot] % _BUFFER)
+            size, start = SIZES[dtype], int(self._offsets[slot] % _BUFFER)
             return [(slot, slot + 1, source, start + begin * size, start + end * size)]
         numbers = (
             source.elements(dtype, begin, end)

@@ -8,7 +8,7 @@
     pull         timeout, round; the numbers of the tables
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
-    weights      number of places; the matrix of places; that of parts | the payloads
+    weights      number of locations; the matrix of locations; that of parts | the payloads
     done         number of rounds; the matrix of rounds
     state        msgpack [table, slice, summary, size] | the bytes in chunks
 
@@ -186,7 +186,7 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
     if isinstance(body, m.Weights):
         rows = zip(cuts, payloads, strict=True)
         bodies = [m.Weights(body.parts[cut], tuple(own), body.zero_copy) for cut, own in rows]
-        bodies[0].places = body.places
+        bodies[0].locations = body.locations
         return bodies
     *others, last = [
         m.Contribute(body.pushes[cut], tuple(own), _NO_COMMITS, body.form, timeout=body.timeout)
@@ -434,7 +434,7 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
 
 
 def _encode_rows(body: m.Weights | m.Done) -> list[bytes]:
-    rows, parts = (body.places, body.parts) if isinstance(body, m.Weights) else (body.rounds, m.NO_PARTS)
+    rows, parts = (body.locations, body.parts) if isinstance(body, m.Weights) else (body.rounds, m.NO_PARTS)
     return [b"".join((_ROWS.pack(len(rows)), rows.tobytes(), parts.tobytes()))]
 
 
@@ -442,14 +442,14 @@ def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
     body, is_done = memoryview(frames[0]), len(frames) == 1
     nbytes, begin, row = len(body), _ROWS.size, _WORD.itemsize * m.PART_WORDS
     [num_rows] = _ROWS.unpack_from(body) if nbytes >= begin else [-1]
-    split = begin + _WORD.itemsize * m.PLACE_WORDS * num_rows
+    split = begin + _WORD.itemsize * m.LOCATION_WORDS * num_rows
     if num_rows < 0 or nbytes < split or (nbytes - split) % row or (is_done and nbytes > split):
-        raise ProtocolError(f"a body of {nbytes} bytes cannot begin with {num_rows} places or rounds")
-    rows = np.ndarray((num_rows, m.PLACE_WORDS), _WORD, body, begin)
+        raise ProtocolError(f"a body of {nbytes} bytes cannot begin with {num_rows} locations or rounds")
+    rows = np.ndarray((num_rows, m.LOCATION_WORDS), _WORD, body, begin)
     if is_done:
         return m.Done(rows)
     parts = np.ndarray(((nbytes - split) // row, m.PART_WORDS), _WORD, body, split)
-    return m.Weights(parts, (_read_payload(frames[1], parts[:, 3]),), places=rows)
+    return m.Weights(parts, (_read_payload(frames[1], parts[:, 3]),), locations=rows)
 
 
 def _encode_pull(pull: m.Pull) -> list[bytes]:

@@ -109,7 +109,7 @@ class Register:
     WANTS_HALF,
     DISCARD_EAGER,
     MAPS_WEIGHTS,
-    PLACES_CACHED,
+    LOCATIONS_CACHED,
     DECLARES_INTENT,
     TENTATIVE,
     REPEATS,
@@ -122,8 +122,8 @@ update, on every server and for every rank. ASSIGNS: the lowest rank's values re
 runs; every rank must set it. HAS_JOINED: this rank has no more data, and contributes nothing until all ranks have
 joined. WANTS_DELTA: send only what has changed since this rank's version: rows, or changes in the table's form.
 WANTS_HALF: new weights may be sent as bfloat16. DISCARD_EAGER: ignore slices of generation 0, which this rank pushed
-before it knew what it would give. MAPS_WEIGHTS: this worker maps weights; send only the places of slices that can be
-mapped (synchronous rounds). PLACES_CACHED: it still maps all slices that ever had a place, at the places it was told.
+before it knew what it would give. MAPS_WEIGHTS: this worker maps weights; send only the locations of slices that
+can be mapped (synchronous rounds). LOCATIONS_CACHED: it still maps all slices that ever had one, where it was told.
 DECLARES_INTENT: this is not a commit but declares one in advance, with the generations of slices that will not be
 replaced: the slices named by its pushes, which bring no bytes, and one generation for all others. It is not answered.
 TENTATIVE: the declaration is tentative, because the rank still computes; another one, or the commit, replaces it.
@@ -134,12 +134,12 @@ PART = 32
 """A part of a slice is named by the slot and, from this bit on, the element of the slice at which it ends
 (exclusive).
 """
-PUSH_WORDS, COMMIT_WORDS, PART_WORDS, PLACE_WORDS = 4, 6, 4, 3
-SAME_PLACE = -1
-"""Stands for the known place of slices that have not moved."""
+PUSH_WORDS, COMMIT_WORDS, PART_WORDS, LOCATION_WORDS = 4, 6, 4, 3
+SAME_LOCATION = -1
+"""Stands for the known location of slices that have not moved."""
 
 
-def place_of(word: int) -> tuple[int, int]:
+def unpack_slot(word: int) -> tuple[int, int]:
     """Return the slot of a record, and the element at which its part ends; 0 for the whole slice."""
     return word & (1 << PART) - 1, word >> PART
 
@@ -149,7 +149,7 @@ def matrix(rows: Sequence[Sequence[int]], words: int) -> Matrix:
     return np.array(rows, np.int64).reshape(-1, words)
 
 
-NO_PARTS, NO_PLACES = matrix((), PART_WORDS), matrix((), PLACE_WORDS)
+NO_PARTS, NO_LOCATIONS = matrix((), PART_WORDS), matrix((), LOCATION_WORDS)
 
 
 @dataclass(slots=True, eq=False)
@@ -245,7 +245,7 @@ class PullRows:
 
 @dataclass(frozen=True, slots=True)
 class MapRows:
-    """Requests the places of a table's row-sparse slices; answered by Weights, with those that can be mapped."""
+    """Requests the locations of a table's row-sparse slices; answered by Weights, with those that can be mapped."""
 
     table: int
 
@@ -401,7 +401,7 @@ encoded in the table's `delta_form`.
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Answers commits that wanted weights, a Pull or PullRows; with places only, MapRows."""
+    """Answers commits that wanted weights, a Pull or PullRows; with locations only, MapRows."""
 
     parts: Matrix
     """(slot, version, kind, bytes) of each slice, or of a part of one, see `PART`. The version is the number of
@@ -411,10 +411,10 @@ class Weights:
     """Flat: the bytes of the parts in order, each within one payload; plain numbers if the kind is WHOLE."""
     zero_copy: bool = False
     """Nothing of this changes before the worker contributes again, so it may be read in place. Not sent."""
-    places: Matrix = field(default_factory=lambda: NO_PLACES)
-    """(slot, version, place) of each mapped slice: where it begins, in which of the server's memories.
+    locations: Matrix = field(default_factory=lambda: NO_LOCATIONS)
+    """(slot, version, location) of each mapped slice: where it begins, in which of the server's memories.
 
-    For a worker that knows the places, one slice of each table stands for all that have one, with the place SAME_PLACE.
+    For a worker that knows them, one slice of each table stands for all that have one, with SAME_LOCATION.
     """
 
 

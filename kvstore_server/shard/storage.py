@@ -290,8 +290,8 @@ class Storage:
         """Where each key is."""
         self.num_keys = 0
         """Keys of all units, including those on other servers."""
-        self.places: list[int] = []
-        """For each slot, the place where peers can map its weights; -1 if they cannot."""
+        self.locations: list[int] = []
+        """For each slot, the location at which peers can map its weights; -1 if they cannot."""
         self.journal = journal
         self._name = name
         self.all_blocks: list[Block] = []
@@ -435,12 +435,14 @@ class Storage:
         self.lines.append(slice(start * size // LONG, -(-block.used * size // LONG)))
         self.visible.append(block.weights[start : start + slice_.used])
         self.padded.append(block.weights[start : block.used])
-        place = self._leases.place_of(self.padded[-1]) if is_mapped and not gap and self._leases else None
-        self.places.append(-1 if place is None else place)
+        location = (
+            self._leases.location_of(self.padded[-1]) if is_mapped and not gap and self._leases else None
+        )
+        self.locations.append(-1 if location is None else location)
 
-    def place(self, slot: int) -> int:
-        """Return the place where peers can map a slot's current weights; -1 if they cannot."""
-        return -1 if slot in self._moved else self.places[slot]
+    def location(self, slot: int) -> int:
+        """Return the location at which peers can map a slot's current weights; -1 if they cannot."""
+        return -1 if slot in self._moved else self.locations[slot]
 
     @property
     def has_moved(self) -> bool:

@@ -135,8 +135,8 @@ class Leases:
         """Allocates zeroed memory that peers can map; None if that is not possible."""
         self.export: Callable[[int, int, Bytes], object] = lambda _number, _fd, _memory: None
         """Lets peers map memory that exists already: its number, descriptor and bytes."""
-        self.place_of: Callable[[Tensor], int | None] = lambda _: None
-        """Returns the place of a buffer in such memory; None if it is not there."""
+        self.location_of: Callable[[Tensor], int | None] = lambda _: None
+        """Returns the location of a buffer in such memory; None if it is not there."""
 
     def hold(self, buffer: Tensor) -> None:
         """Record that a message with this buffer is queued or read; calls are counted."""

@@ -4,15 +4,15 @@ Message data is in shared memory; a Unix socket (SEQPACKET) carries message desc
 descriptors of memory. The server allocates and seals the memory of both directions, so neither side can shrink it
 while the other reads. It is anonymous (memfd), so nothing is left behind however a process ends.
 
-How a message travels: the sender copies each large frame into a free range of its arena and sends (length, place) for
-it. The receiver reads it there without a copy, and returns the place with one of its own messages once the last
+How a message travels: the sender copies each large frame into a free range of its arena and sends (length, location)
+for it. The receiver reads it there without a copy, and returns the location with one of its own messages once the last
 reference is gone. If the arena is full, the server allocates a larger one, on its own or at the worker's request. A
 receiver that borrows half of an arena copies further frames, so that the other half stays free.
 
 Two kinds of memory are read in place without any copy: exported weights of the server, and staging buffers in which a
-worker puts its gradients (see `exports`). A *place* is an offset, with the number of its memory in the upper bits.
+worker puts its gradients (see `exports`). A *location* is an offset, with the number of its memory in the upper bits.
 
-Invariants: neither end blocks. Lengths and places from the peer are checked before use, because it may be broken or
+Invariants: neither end blocks. Lengths and locations from the peer are checked before use, because it may be broken or
 hostile. A full socket or arena makes `send` return False, and the caller tries again. A peer that is gone raises
 OSError, after the messages it had sent were received.
 """
@@ -58,7 +58,7 @@ LEAST_MEMORY = 4 << 20
 _INLINE = 2048
 """Frames up to this size are sent through the socket."""
 _HEAD = struct.Struct("<HHIQ")
-"""Kind, number of frames, number of returned places, and a value that depends on the kind."""
+"""Kind, number of frames, number of returned locations, and a value that depends on the kind."""
 _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _STAGING_BUFFER, _WATCH = range(8)
 """Kinds of datagrams: frames; a worker's session; a worker wants this much room; new memory for requests; for replies;
 memory of weights; a staging buffer is wanted (bytes) or was made; a worker's session without memory, only to exchange
@@ -124,18 +124,18 @@ class Channel:
         self._shown: set[int] = set()
         """Numbers of the memories whose descriptors the worker has."""
         self._read: dict[int, list[Sequence[Tensor]]] = {}
-        """Place → what the peer reads there, once for each message: weights, or the contents of a staging buffer."""
-        # 3. Frames that are borrowed from the peer's memory, and places to return to it.
+        """Location → what the peer reads there, once for each message: weights, or the contents of a staging buffer."""
+        # 3. Frames that are borrowed from the peer's memory, and locations to return to it.
         self._num_borrowed = 0
         self._borrowed: dict[int, weakref.ref[Bytes]] = {}
         """Borrowed frames that are still referenced."""
         self._borrowed_bytes = 0
         """Bytes borrowed from the current memory."""
         self._returned: list[int] = []
-        """Places that were read, to be returned with the next message."""
+        """Locations that were read, to be returned with the next message."""
         self._returned_bytes = 0
         self._enough = LEAST_MEMORY // 8
-        """From this many bytes on, places are returned in a message of their own."""
+        """From this many bytes on, locations are returned in a message of their own."""
         self._wish = 0
         """Bytes that a worker requested when its socket was full."""
         self._was_reset = False
@@ -157,9 +157,9 @@ class Channel:
         """Close the connection; frames that are still referenced stay readable."""
         if self.staging_buffer is not None:
             self.staging_buffer.is_lost = True
-        for place in list(self._read):
-            while place in self._read:
-                self._reclaim(place)
+        for location in list(self._read):
+            while location in self._read:
+                self._reclaim(location)
         self._borrowed.clear()  # they refer to this channel, which would keep its memory
         with suppress(OSError):  # the other end may be gone
             self._end.shutdown(socket.SHUT_RDWR)  # a forked child may still hold the descriptor
@@ -182,8 +182,8 @@ class Channel:
         pieces = payloads or ()
         data = sum(map(_nbytes_of, pieces))
         least = len(pieces) * SENT_ALONE if self.staging_buffer is None else _INLINE + 1
-        stays = self._place_of(pieces) if zero_copy and pieces and data >= least else None
-        # 2. Build the table of (length, place), and copy frames: small ones into the datagram, large ones into the
+        stays = self._location_of(pieces) if zero_copy and pieces and data >= least else None
+        # 2. Build the table of (length, location), and copy frames: small ones into the datagram, large ones into the
         # arena.
         table: list[int] = []
         inline: list[Frame] = []
@@ -209,7 +209,7 @@ class Channel:
                     _copy_pieces(pieces, self._sends.data[begin : begin + nbytes])
                 else:
                     self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
-        # 3. Send it, or give all places back. What is read in place is kept until the peer returns it.
+        # 3. Send it, or give all ranges back. What is read in place is kept until the peer returns it.
         else:
             is_sent = self._put(_MESSAGE, table, inline)
         for begin in () if is_sent else taken:
@@ -221,37 +221,37 @@ class Channel:
                     self._exports.leases.hold(piece)
         return is_sent
 
-    def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return the place of payloads that the peer can read in place; None if it cannot."""
+    def _location_of(self, pieces: Sequence[Tensor]) -> int | None:
+        """Return the location of payloads that the peer can read in place; None if it cannot."""
         if self.staging_buffer is not None:
             return self.staging_buffer.find(pieces)
-        place = None if self._exports is None else self._exports.find(pieces)
-        return place if place is not None and self.show(np.array([place])) else None
+        location = None if self._exports is None else self._exports.find(pieces)
+        return location if location is not None and self.show(np.array([location])) else None
 
-    def show(self, places: npt.NDArray[np.int64]) -> bool:
-        """Send the worker descriptors of the weights that contain these places; return whether it has all of them."""
+    def show(self, locations: npt.NDArray[np.int64]) -> bool:
+        """Send the worker descriptors of the weights at these locations; return whether it has all of them."""
         assert self._exports is not None
-        for number in set((places[places >= 0] >> ARENA_SHIFT).tolist()) - self._shown:
+        for number in set((locations[locations >= 0] >> ARENA_SHIFT).tolist()) - self._shown:
             fd = self._exports.fds.get(number)  # missing if the table has ended since
             if fd is not None and not self._put(_WEIGHTS, (), (), number, fd):
                 return False
             self._shown.add(number)
         return True
 
-    def weights_at(self, place: int) -> tuple[SharedArena, int] | None:
-        """Return the server's memory that contains a place, and the offset there; None if it is unknown."""
-        arena = self._weights.get(place >> ARENA_SHIFT)
-        return None if arena is None else (arena, place & ~(-1 << ARENA_SHIFT))
+    def weights_at(self, location: int) -> tuple[SharedArena, int] | None:
+        """Return the server's memory that contains a location, and the offset there; None if it is unknown."""
+        arena = self._weights.get(location >> ARENA_SHIFT)
+        return None if arena is None else (arena, location & ~(-1 << ARENA_SHIFT))
 
-    def _reclaim(self, place: int) -> None:
-        found = self._read.pop(place, None)
+    def _reclaim(self, location: int) -> None:
+        found = self._read.pop(location, None)
         if found is not None:
             pieces = found.pop()
             if self._exports is not None:
                 for piece in pieces:
                     self._exports.leases.release(piece)
             if found:
-                self._read[place] = found
+                self._read[location] = found
 
     def receive(self) -> list[Frame] | None:
         """Return the frames of the next message; None if nothing has arrived.
@@ -284,16 +284,16 @@ class Channel:
                 continue  # it closed with unread messages of ours; its own messages follow
             if not size:
                 raise ConnectionResetError("the other end was closed")
-            # 2. Take back the places that the peer has read.
+            # 2. Take back the locations that the peer has read.
             data = self._buffer[:size]
             try:
                 kind, num_frames, num_returned, value = _HEAD.unpack_from(data)
                 numbers = struct.unpack_from(f"<{num_returned + 2 * num_frames}q", data, _HEAD.size)
-                for place in numbers[:num_returned]:
-                    if place >> ARENA_SHIFT == self._sends.number:
-                        self._places.release(place & ~(-1 << ARENA_SHIFT))
-                    elif place >> ARENA_SHIFT > FIRST_WEIGHTS:
-                        self._reclaim(place)
+                for location in numbers[:num_returned]:
+                    if location >> ARENA_SHIFT == self._sends.number:
+                        self._places.release(location & ~(-1 << ARENA_SHIFT))
+                    elif location >> ARENA_SHIFT > FIRST_WEIGHTS:
+                        self._reclaim(location)
                 # 3. Handle messages about memory, and continue; return the frames of any other.
                 if kind != _MESSAGE:
                     self._change_memory(kind, value, fds)
@@ -306,7 +306,7 @@ class Channel:
                     os.close(fd)
 
     def tell(self) -> None:
-        """Send what was postponed: returned places, and memory that was requested."""
+        """Send what was postponed: returned locations, and memory that was requested."""
         with suppress(OSError):  # `receive` reports it, after the peer's last messages
             if self._wish and self._takes_more():
                 self._grant(self._wish)
@@ -375,7 +375,7 @@ class Channel:
     def _put(
         self, kind: int, table: Sequence[int], inline: Sequence[Frame], value: int = 0, fd: int | None = None
     ) -> bool:
-        """Send a datagram, with places to return; return whether the socket accepted it."""
+        """Send a datagram, with locations to return; return whether the socket accepted it."""
         returned = self._returned[:_MOST_RELEASED]
         words = [*returned, *table]
         head = _HEAD.pack(kind, len(table) // 2, len(returned), value)
@@ -440,22 +440,22 @@ class Channel:
         copy, begin = memoryview(bytearray(inline)), 0  # the buffer is reused for the next datagram
         left, last = len(copy), len(table) // 2 - 1
         for at in range(last + 1):
-            nbytes, place = table[2 * at : 2 * at + 2]
+            nbytes, location = table[2 * at : 2 * at + 2]
             # Only the last data frame may be borrowed, since it contains numbers. Other frames are validated and then
             # used, and the peer could change them in between, so they are copied.
             is_numbers = at == last > 0
-            most = left if place < 0 else PORTION + MAX_FRAME if is_numbers else MAX_FRAME
+            most = left if location < 0 else PORTION + MAX_FRAME if is_numbers else MAX_FRAME
             if not 0 <= nbytes <= most:
                 raise ValueError(f"a frame of {nbytes} bytes")
-            if place < 0:
+            if location < 0:
                 frames.append(copy[begin : begin + nbytes])
                 begin, left = begin + nbytes, left - nbytes
             else:
-                frames.append(self._take_place(nbytes, place, is_numbers))
+                frames.append(self._take_location(nbytes, location, is_numbers))
         return frames
 
-    def _take_place(self, nbytes: int, place: int, may_borrow: bool) -> Frame:
-        number, begin = place >> ARENA_SHIFT, place & ~(-1 << ARENA_SHIFT)
+    def _take_location(self, nbytes: int, location: int, may_borrow: bool) -> Frame:
+        number, begin = location >> ARENA_SHIFT, location & ~(-1 << ARENA_SHIFT)
         weights = self._weights.get(number)
         arena = self._reads[number] if weights is None else weights
         if begin + nbytes > arena.nbytes:
@@ -467,28 +467,28 @@ class Channel:
         if may_borrow and (weights is not None or self._borrowed_bytes + nbytes <= arena.nbytes // 2):
             self._num_borrowed += 1
             self._borrowed[self._num_borrowed] = weakref.ref(
-                found, partial(self._release, self._num_borrowed, place, nbytes)
+                found, partial(self._release, self._num_borrowed, location, nbytes)
             )
             self._borrowed_bytes += 0 if weights is not None else nbytes
             return found
-        self._returned.append(place)
+        self._returned.append(location)
         self._returned_bytes += nbytes
         return bytearray(found)
 
-    def _release(self, number: int, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
+    def _release(self, number: int, location: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
         self._borrowed.pop(number, None)
-        self._returned.append(place)
+        self._returned.append(location)
         self._returned_bytes += nbytes
-        if place >> ARENA_SHIFT in self._reads:
+        if location >> ARENA_SHIFT in self._reads:
             self._borrowed_bytes -= nbytes
 
 
-def _copy_pieces(pieces: Sequence[Tensor], place: Tensor) -> None:
+def _copy_pieces(pieces: Sequence[Tensor], target: Tensor) -> None:
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) == 1:  # viewing each of many small pieces as bytes costs more than copying them
-        torch.cat(list(pieces), out=place.view(dtypes.pop()))
+        torch.cat(list(pieces), out=target.view(dtypes.pop()))
     else:
-        torch.cat([piece.view(torch.uint8) for piece in pieces], out=place)
+        torch.cat([piece.view(torch.uint8) for piece in pieces], out=target)
 
 
 def connect(run: int, token: int, own: bytes) -> Channel:
@@ -583,7 +583,7 @@ class Listener:
         self._ready = select.epoll()
         self._ready.register(self._end, select.EPOLLIN)
         leases.shared, leases.export = self._exports.make, self._exports.add
-        leases.place_of = lambda weights: self._exports.find([weights])
+        leases.location_of = lambda weights: self._exports.find([weights])
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when something has arrived."""

@@ -14,7 +14,7 @@ from kvstore_server.transport.arena import Bytes, Leases, SharedArena, find_exte
 
 _log = logging.getLogger(__name__)
 ARENA_SHIFT = 40
-"""A place is an offset with, from this bit on, the number of its memory."""
+"""A location is an offset with, from this bit on, the number of its memory."""
 FIRST_WEIGHTS = 1 << 20
 """First number of memories that do not belong to a channel: exported weights and staging buffers."""
 FIRST_DURABLE = 1 << 21
@@ -35,7 +35,7 @@ class WeightExports:
         self.leases = leases
         self.fds: dict[int, int] = {}
         """Number → the descriptor of the memory."""
-        self._places: dict[int, tuple[int, int]] = {}
+        self._memories: dict[int, tuple[int, int]] = {}
         """Number → (address, size)."""
         self._last = FIRST_WEIGHTS
         self._has_said_why = False
@@ -58,7 +58,7 @@ class WeightExports:
             return None
         self._last += 1
         self.fds[self._last] = fd
-        self._places[self._last] = arena.data.data_ptr(), nbytes
+        self._memories[self._last] = arena.data.data_ptr(), nbytes
         weakref.finalize(arena.bytes, self._forget, self._last).atexit = False
         return arena.data
 
@@ -75,7 +75,7 @@ class WeightExports:
             return
         number += FIRST_DURABLE
         self.fds[number] = own
-        self._places[number] = memory.ctypes.data, memory.nbytes
+        self._memories[number] = memory.ctypes.data, memory.nbytes
         weakref.finalize(memory, self._forget, number).atexit = False
 
     def _say_why(self, error: Exception) -> None:
@@ -84,10 +84,10 @@ class WeightExports:
         self._has_said_why = True
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return the place of pieces that are contiguous in exported memory; None if they are not."""
+        """Return the location of pieces that are contiguous in exported memory; None if they are not."""
         first, end = find_extent(pieces)
         # A copy, because finalizers may remove entries meanwhile.
-        for number, (address, nbytes) in self._places.copy().items():
+        for number, (address, nbytes) in self._memories.copy().items():
             if address <= first <= end <= address + nbytes:
                 return first - address | number << ARENA_SHIFT
         return None
@@ -99,14 +99,14 @@ class WeightExports:
     def _forget(self, number: int) -> None:
         if number in self.fds:
             os.close(self.fds.pop(number))
-            del self._places[number]
+            del self._memories[number]
 
 
 class StagingBuffer:
     """A shared staging buffer: the worker writes, the server reads in place.
 
     Args:
-        reads: Contains a place for each message that the server may still be reading.
+        reads: Contains a location for each message that the server may still be reading.
     """
 
     def __init__(self, fd: int, number: int, reads: Collection[int]) -> None:
@@ -124,7 +124,7 @@ class StagingBuffer:
         return not (self._reads or self.is_lost)
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return the place of pieces that are contiguous in this buffer; None if they are not."""
+        """Return the location of pieces that are contiguous in this buffer; None if they are not."""
         first, end = find_extent(pieces)
         begin = first - self.arena.data.data_ptr()
         if not 0 <= begin <= begin + end - first <= self.arena.nbytes:

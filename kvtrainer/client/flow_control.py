@@ -189,7 +189,7 @@ class Window:
     def answered(self, body: m.ReplyBody) -> None:
         if not self._slices or not isinstance(body, m.Weights):
             return
-        for slot, end in map(m.place_of, body.parts[:, 0].tolist()):
+        for slot, end in map(m.unpack_slot, body.parts[:, 0].tolist()):
             progress = self._slices.get(slot)
             if progress is not None:
                 # Weights up to `end`, or of the whole slice, may be those of more than this worker has sent.
@@ -224,5 +224,5 @@ class PartialPush(NamedTuple):
 def _part(body: m.RequestBody) -> PartialPush | None:
     if not isinstance(body, m.Contribute) or len(body.pushes) != 1:
         return None
-    slot, end = m.place_of(int(body.pushes[0, 0]))
+    slot, end = m.unpack_slot(int(body.pushes[0, 0]))
     return PartialPush(slot, end, int(body.pushes[0, 1])) if end else None

@@ -1,7 +1,7 @@
 """New weights that one server sends in a round, from the first message until they are written.
 
 A slice comes in one of these forms: whole; in parts, from its first element on; rounded to bfloat16; as changes of the
-weights before; as rows; or as its place in the server's memory, which this worker maps.
+weights before; as rows; or as its location in the server's memory, which this worker maps.
 
 Nothing is written before all servers have answered, because until then the round may fail on one of them: then the
 weights here must still be those of the last round. A server may also roll a round back and send newer weights of it,
@@ -42,7 +42,7 @@ class IncomingWeights:
         memory: Where small slices are gathered.
         open_tables: Those whose end the server has not reported yet; the caller changes it.
         are_wanted: Whether any weights are to come.
-        memory_at: (server, place) → the memory that has this place now, and where it begins there.
+        memory_at: (server, location) → the memory that has it now, and where it begins there.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class IncomingWeights:
         """(slice, kind, bytes, first element) of all others that came as bytes."""
         self._levels: dict[int, int] = {}
         """Slice → how many of its elements are here, if it comes in parts."""
-        self._places: list[tuple[int, int, tuple[SharedArena, int] | None]] = []
-        """(slice, place in the server's memory, what that was when it came): the server may be restarted since then,
+        self._locations: list[tuple[int, int, tuple[SharedArena, int] | None]] = []
+        """(slice, location in the server's memory, what that was when it came): the server may be restarted since then,
         and number its memory in another way."""
 
     def receive(self, weights: m.Weights) -> list[int]:
@@ -83,7 +83,7 @@ class IncomingWeights:
         """
         layout, is_pending, came = self._layout, self._is_pending, self.came
         # 1. Slices that can be read in the server's memory.
-        finished = self._receive_places(weights.places) if len(weights.places) else []
+        finished = self._receive_locations(weights.locations) if len(weights.locations) else []
         # 2. Slices that come as bytes.
         runs: list[tuple[Tensor, int, int, int]] = []
         """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
@@ -132,12 +132,12 @@ class IncomingWeights:
             self._memory.raw[to : to + end - first].copy_(source[first:end])
         return finished
 
-    def _receive_part(self, place: int, version: int, kind: int, raw: Tensor) -> list[int]:
+    def _receive_part(self, word: int, version: int, kind: int, raw: Tensor) -> list[int]:
         """Store a part of a slice; returns its table if that is complete now.
 
         A part that leaves a gap is dropped: if what was to fill the gap is lost, the weights come again as a whole.
         """
-        (slot, end), layout = m.place_of(place), self._layout
+        (slot, end), layout = m.unpack_slot(word), self._layout
         at = layout.slots.get(slot)
         if at is None or not end:
             return []
@@ -164,15 +164,15 @@ class IncomingWeights:
         self.num_pending[table] -= 1
         return [] if self.num_pending[table] else [table]
 
-    def _receive_places(self, places: m.Matrix) -> list[int]:
+    def _receive_locations(self, locations: m.Matrix) -> list[int]:
         finished = list[int]()
-        for slot, version, place in places.tolist():
+        for slot, version, location in locations.tolist():
             at = self._layout.slots.get(slot)
-            if at is not None and place == m.SAME_PLACE and self._mapped is not None:
+            if at is not None and location == m.SAME_LOCATION and self._mapped is not None:
                 finished += self._receive_unmoved(self._layout.table[at], version)
             elif at is not None and self._is_pending[at]:
                 table = self._layout.table[at]
-                self._places.append((at, place, self._memory_at(self._layout.server, place)))
+                self._locations.append((at, location, self._memory_at(self._layout.server, location)))
                 self._is_pending[at] = 0
                 self.came[table] = version
                 self.num_pending[table] -= 1
@@ -195,7 +195,7 @@ class IncomingWeights:
             self._is_pending[at] |= layout.table[at] == table
         self._gathered = [at for at in self._gathered if layout.table[at] != table]
         self._staged = [one for one in self._staged if layout.table[one[0]] != table]
-        self._places = [one for one in self._places if layout.table[one[0]] != table]
+        self._locations = [one for one in self._locations if layout.table[one[0]] != table]
         self._levels = {at: level for at, level in self._levels.items() if layout.table[at] != table}
 
     def skip(self, table: int) -> None:
@@ -263,27 +263,27 @@ class IncomingWeights:
         copied = [*self._gathered, *[at for at, *_ in self._staged]]
         for at in copied:
             sink.unmap(layout.slices[at])
-        # A long slice that came as bytes may only have been read by another worker, and have a place the next time.
+        # A long slice that came as bytes may only have been read by another worker, and can be mapped the next time.
         are_short = all([layout.slices[at].nbytes < LONG for at in copied])
-        if self._places or not are_short:
+        if self._locations or not are_short:
             layout.mapped = None
-        # 2. A place that cannot be mapped makes the caller pull all weights, see `WeightSink.problem`.
-        for at, place, memory in self._places if not gone else ():
+        # 2. A slice that cannot be mapped makes the caller pull all weights, see `WeightSink.problem`.
+        for at, location, memory in self._locations if not gone else ():
             slice_ = layout.slices[at]
-            if sink.is_mapped(slice_, layout.server, place, memory and memory[0]):
+            if sink.is_mapped(slice_, layout.server, location, memory and memory[0]):
                 continue
             try:
                 if memory is None:
                     raise OSError("the channel to its server was lost")
-                sink.map(slice_, layout.server, place, *memory)
+                sink.map(slice_, layout.server, location, *memory)
             except OSError as error:
                 sink.problem = error
-        if self._places and not gone and sink.problem is None and are_short:
-            layout.mapped = np.array([at for at, *_ in self._places])
+        if self._locations and not gone and sink.problem is None and are_short:
+            layout.mapped = np.array([at for at, *_ in self._locations])
 
 
 def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
-    """Yield (slot, version, kind, byte buffer, place in it, size) of each part.
+    """Yield (slot, version, kind, byte buffer, offset in it, size) of each part.
 
     Raises ProtocolError if the parts are not all of the buffers.
     """
@@ -321,9 +321,9 @@ def _write_staged(
     # 2. A slice, or a part of it.
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
-        place = out[begin:][: len(given)]
-        given = given[: len(place)]
-        place.copy_(_round_to_bfloat16(given) if table.takes_half else given)
+        target = out[begin:][: len(given)]
+        given = given[: len(target)]
+        target.copy_(_round_to_bfloat16(given) if table.takes_half else given)
         return {key: None}
     if kind != m.ROWS:
         raise ProtocolError(f"slice {slice_.index} of {table.name!r} came back as kind {kind}")

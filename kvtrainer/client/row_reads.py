@@ -213,8 +213,8 @@ class TableRows:
                 for slice_ in table.plan.slices_with(key)
                 if slice_.server == server
             }
-            for slot, _, place in answer.places.tolist():
-                memory = session.memory_at(server, place) if slot in pieces else None
+            for slot, _, location in answer.locations.tolist():
+                memory = session.memory_at(server, location) if slot in pieces else None
                 if memory is not None:
                     shown[pieces[slot].index] = memory
         try:

@@ -118,7 +118,7 @@ class ServerRequest:
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_incremental
         flags |= m.WANTS_HALF * layout.takes_half | m.REPEATS * round_.asks_again
         if wants and contribution.sink.maps and round_.session.transport.channel(self.server) is not None:
-            flags |= m.MAPS_WEIGHTS | m.PLACES_CACHED * (layout.mapped is not None)
+            flags |= m.MAPS_WEIGHTS | m.LOCATIONS_CACHED * (layout.mapped is not None)
         if flags or not wants:
             commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         return commits
@@ -168,13 +168,13 @@ class ServerRequest:
     def start_over(self, shares_memory: bool) -> None:
         """Get ready to be sent again to a server that was restarted, and has lost what is not answered yet.
 
-        The new process does not know which places this worker knows, and may roll back or change weights that the old
-        one had sent before the end of the round.
+        The new process does not know which locations this worker knows, and may roll back or change weights that the
+        old one had sent before the end of the round.
 
         Args:
             shares_memory: Whether there is a channel to the new process.
         """
-        self.commits[:, 5] &= ~(m.PLACES_CACHED | (0 if shares_memory else m.MAPS_WEIGHTS))
+        self.commits[:, 5] &= ~(m.LOCATIONS_CACHED | (0 if shares_memory else m.MAPS_WEIGHTS))
         self.held.clear()
         self.complete.clear()
         for at in self.open if self.incoming.are_wanted else ():

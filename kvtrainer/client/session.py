@@ -367,13 +367,13 @@ class Session:
     def describe(self, server: int) -> str:
         return self.transport.describe(server)
 
-    def memory_at(self, server: int, place: int) -> tuple[SharedArena, int] | None:
-        """Return the arena and the offset in it of a place that a `Weights` message of the server names.
+    def memory_at(self, server: int, location: int) -> tuple[SharedArena, int] | None:
+        """Return the arena and the offset in it of a location that a `Weights` message of the server names.
 
         Returns None without a shared-memory channel to the server, or if the arena is unknown here.
         """
         channel = self.transport.channel(server)
-        return None if channel is None else channel.weights_at(place)
+        return None if channel is None else channel.weights_at(location)
 
     def next_number(self, handler: Handler | None = None) -> int:
         """Return a new request number; replies go to `handler` until `forget` is called."""

@@ -3,7 +3,7 @@
 `MappedSink` maps the servers' memory privately over the parameters' own. A clean page shows what the server writes;
 a page that the loop writes to becomes private to this process, and the system's page map tells which pages are. So
 `written` finds what the loop has changed: pages with the same bytes as the server's are given back, and all others
-are reported. A slice begins at the same place in its page as on the server. Pages at its ends, which it may share
+are reported. A slice begins at the same offset in its page as on the server. Pages at its ends, which it may share
 with a slice of another server, are not mapped but copied.
 
 `PrivateSink` does the same with a file of this process to which rounds write weights that come in messages.
@@ -48,7 +48,7 @@ class WeightSink:
     """
 
     maps = False
-    """Whether servers may answer with the place of weights in their memory, instead of the weights."""
+    """Whether servers may answer with the location of weights in their memory, instead of the weights."""
     holds_all = True
     """Whether memory that rounds write to holds all weights of the last round."""
     problem: OSError | None = None
@@ -60,16 +60,16 @@ class WeightSink:
         """Return where rounds write new weights."""
         return weights
 
-    def is_mapped(self, slice_: Slice, server: int, place: int, memory: SharedArena | None) -> bool:
+    def is_mapped(self, slice_: Slice, server: int, location: int, memory: SharedArena | None) -> bool:
         """Return whether a slice is read from there already.
 
         Args:
-            memory: The memory with this place; None if the channel to its server was lost. A server that was restarted
-                may number its memory in another way.
+            memory: The memory with this location; None if the channel to its server was lost. A server that was
+                restarted may number its memory in another way.
         """
         raise AssertionError("nothing is mapped here")
 
-    def map(self, slice_: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
+    def map(self, slice_: Slice, server: int, location: int, memory: SharedArena, begin: int) -> None:
         """Read a slice from where it begins in a server's memory. Raises OSError if that is impossible."""
         raise AssertionError("nothing is mapped here")
 
@@ -128,7 +128,7 @@ class CopySink(WeightSink):
 class _Mapped(NamedTuple):
     slice_: Slice
     server: int
-    place: int
+    location: int
     source: Tensor
     """The server's bytes of it; all of them."""
     memory: int
@@ -164,13 +164,13 @@ class MappedSink(WeightSink):
         """Dtype → for each page of its arena, whether it is mapped."""
         self.maps = True
 
-    def is_mapped(self, slice_: Slice, server: int, place: int, memory: SharedArena | None) -> bool:
+    def is_mapped(self, slice_: Slice, server: int, location: int, memory: SharedArena | None) -> bool:
         found = self._slices.get(slice_.index)
-        if found is None or (found.server, found.place) != (server, place):
+        if found is None or (found.server, found.location) != (server, location):
             return False
         return memory is None or found.memory == memory.data.data_ptr()
 
-    def map(self, slice_: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
+    def map(self, slice_: Slice, server: int, location: int, memory: SharedArena, begin: int) -> None:
         size = SIZES[slice_.dtype]
         flat, at, nbytes = self._flats[slice_.dtype], slice_.offset * size, slice_.used * size
         first, end = -(-at // PAGE) * PAGE, (at + nbytes) // PAGE * PAGE
@@ -179,7 +179,7 @@ class MappedSink(WeightSink):
         self._system.map(flat.data_ptr() + first, end - first, memory.fd, begin + first - at)
         source, base = memory.data[begin : begin + nbytes], memory.data.data_ptr()
         lines = slice(begin // LONG, -(-(begin + nbytes) // LONG))
-        self._slices[slice_.index] = _Mapped(slice_, server, place, source, base, lines, first, end)
+        self._slices[slice_.index] = _Mapped(slice_, server, location, source, base, lines, first, end)
         counters = write_counters_in(memory.data)
         self._counters.setdefault(base, (counters, counters.copy()))
         self._record_change()

@@ -168,9 +168,9 @@ class Store:
             return []
         self.num_taken += 1
         some = sorted(self._draw.sample(self.slots, self._draw.randint(1, len(self.slots))))
-        shown = [slot for slot in some if self._draw.random() < 0.3 and self.storage.place(slot) >= 0]
+        shown = [slot for slot in some if self._draw.random() < 0.3 and self.storage.location(slot) >= 0]
         sent = [slot for slot in some if slot not in shown]
-        places = [(slot, self.versions[slot], self.storage.place(slot)) for slot in shown]
+        places = [(slot, self.versions[slot], self.storage.location(slot)) for slot in shown]
         payloads = tuple([self.storage.padded[slot] for slot in sent])
         parts = [(s, self.versions[s], m.WHOLE, p.nbytes) for s, p in zip(sent, payloads, strict=True)]
         weights = m.Weights(m.matrix(parts, 4), payloads, True, m.matrix(places, 3))
@@ -282,7 +282,7 @@ class Job:
         if got is not None and self._asked is not None and got[1].number > self._asked:
             self._asked = None
         if isinstance(body, m.Weights):
-            for _, version, place in body.places.tolist():
+            for _, version, place in body.locations.tolist():
                 channel = self.connection.channel(0)
                 found = None if channel is None else channel.weights_at(place)
                 if found is None or found[0].data[found[1] :][:4].view(torch.float32).item() < version:
@@ -430,7 +430,7 @@ def free_before_it_was_read(real: Any, self: Any, *args: Any, **options: Any) ->
     return is_sent
 
 
-@replaces(Channel, "_take_place", CHANNELS)
+@replaces(Channel, "_take_location", CHANNELS)
 def read_after_it_was_given_back(real: Any, self: Any, nbytes: int, place: int, may_borrow: bool) -> Any:
     """The peer is told at once that nobody reads a place any more."""
     found = real(self, nbytes, place, may_borrow)

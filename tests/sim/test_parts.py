@@ -118,7 +118,7 @@ class Schedule:
             for (word, version, _, nbytes), payload in rows:
                 if version > newest:
                     came, newest = {}, version
-                slot, end = m.place_of(word)
+                slot, end = m.unpack_slot(word)
                 assert 4 * end in (0, came.get(slot, 0) + nbytes)
                 came[slot] = 4 * end or nbytes
                 self.seen["answered in parts"] += end > 0

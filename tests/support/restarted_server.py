@@ -142,7 +142,7 @@ class RestartedServer:
             exports = listener._exports
             for fd, place in self._exports:
                 exports._last += 1
-                exports.fds[exports._last], exports._places[exports._last] = fd, place
+                exports.fds[exports._last], exports._memories[exports._last] = fd, place
             self._exports = None
         options = ServerOptions(bind=self.address, drain_timeout=0.0)
         return Server(_Killed(engine, self), options, self._leases, listener=listener)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ class RestartedServer:
         assert server._listener is not None
         exports = server._listener._exports
         numbers = sorted(exports.fds, reverse=True)
-        self._exports = [(os.dup(exports.fds[number]), exports._places[number]) for number in numbers]
+        self._exports = [(os.dup(exports.fds[number]), exports._memories[number]) for number in numbers]
         # 2. Nothing else does.
         server._socket.close(linger=0)
         server.close()

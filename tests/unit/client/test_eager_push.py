@@ -363,7 +363,7 @@ def test_parts_of_slices_that_queue_leave_as_the_backward_pass_gave_them(
     held.let_go()
     for server in range(SERVERS):
         places = [
-            m.place_of(int(one.pushes[0, 0])) for to, one in held.gone if to == server and len(one.pushes)
+            m.unpack_slot(int(one.pushes[0, 0])) for to, one in held.gone if to == server and len(one.pushes)
         ]
         assert places == sorted(places, key=lambda place: (-place[0], place[1]))
         assert len(places) > len(plan.slices_of(server)) > 1

@@ -61,7 +61,7 @@ def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> Non
     sent, most = dict[int, list[torch.Tensor]](), part_bytes(1 << 20)
     for body in bodies:
         for word, _, _, nbytes in body.pushes.tolist():
-            slot, end = m.place_of(word)
+            slot, end = m.unpack_slot(word)
             assert nbytes <= most
             assert sum(one.nbytes for one in sent.setdefault(slot, [])) + nbytes == 4 * end
             sent[slot] += [one.view(torch.float32) for one in body.payloads]
@@ -170,7 +170,7 @@ def test_what_is_sent_in_half_precision_goes_in_parts_and_gives_the_same_bits_as
 
     def note(line: Line, server: int, request: m.Request, priority: int = 0) -> None:
         if isinstance(request.body, m.Contribute) and request.body.form and len(request.body.pushes) == 1:
-            parts.append(m.place_of(int(request.body.pushes[0, 0]))[1])
+            parts.append(m.unpack_slot(int(request.body.pushes[0, 0]))[1])
         send(line, server, request, priority)
 
     monkeypatch.setattr(Line, "send", note)

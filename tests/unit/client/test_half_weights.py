@@ -60,7 +60,7 @@ class Job:
                 zip(reply.parts.tolist(), reply.payloads, strict=True) if isinstance(reply, m.Weights) else ()
             )
             for (word, _, kind, nbytes), payload in rows:
-                dtype = pieces[m.place_of(word)[0]].dtype
+                dtype = pieces[m.unpack_slot(word)[0]].dtype
                 self.parts.setdefault(dtype, set()).add((kind, nbytes // len(payload)))
             take(round_, server_request, server, reply)
 

@@ -47,7 +47,7 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
     for server in plan.servers:
         leases = Leases()
         exports = WeightExports(leases)
-        leases.shared, leases.place_of = (
+        leases.shared, leases.location_of = (
             exports.make,
             lambda weights, exports=exports: exports.find([weights]),
         )
@@ -59,7 +59,7 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
         for at, slot in enumerate(storage.slots):
             key, _, begin, numel = slot.slice.segments[0]
             storage.visible[at].copy_(laid[key][begin : begin + numel])
-            if (place := storage.place(at)) >= 0:
+            if (place := storage.location(at)) >= 0:
                 job.shown[slot.slice.index] = (memory, place & ((1 << 40) - 1))
     return job
 

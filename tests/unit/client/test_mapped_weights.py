@@ -51,7 +51,7 @@ class Job:
     def show(self) -> None:
         for server, (storage, memory) in enumerate(zip(self.servers, self.memories, strict=True)):
             for at, slot in enumerate(storage.slots):
-                if (place := storage.place(at)) >= 0:
+                if (place := storage.location(at)) >= 0:
                     self.mapped.map(slot.slice, server, place, memory, place & ((1 << 40) - 1))
         self.mapped.commit()
 
@@ -64,7 +64,7 @@ class _Refused:
 def _server_memory(plan: Plan, server: int) -> tuple[Storage, SharedArena, Leases]:
     leases = Leases()
     exports = WeightExports(leases)
-    leases.shared, leases.place_of = exports.make, lambda weights: exports.find([weights])
+    leases.shared, leases.location_of = exports.make, lambda weights: exports.find([weights])
     storage = Storage(leases)
     storage.add(plan, server, None)
     [(number, fd)] = exports.fds.items()
@@ -157,9 +157,9 @@ def test_released_weights_stay_as_they_are(job: Job) -> None:
 @pytest.mark.parametrize("shift", [64, PAGE * 10**6])
 def test_a_place_that_does_not_fit_is_refused_and_nothing_is_mapped(job: Job, shift: int) -> None:
     storage, piece = job.servers[0], job.servers[0].slots[0].slice
-    begin = storage.place(0) & ((1 << 40) - 1)
+    begin = storage.location(0) & ((1 << 40) - 1)
     with pytest.raises(OSError, match="slice 0 is at"):
-        job.mapped.map(piece, 0, storage.place(0), job.memories[0], begin + shift)
+        job.mapped.map(piece, 0, storage.location(0), job.memories[0], begin + shift)
     assert torch.equal(job.parameter.detach().view(-1), _numbers())
 
 
@@ -185,17 +185,17 @@ def test_a_slice_whose_server_has_begun_to_write_it_and_not_ended_is_told(job: J
 
 def test_weights_that_somebody_reads_have_no_place_as_long_as_that_takes(job: Job) -> None:
     [storage, _], leases = job.servers, job.leases[0]
-    read, place = storage.visible[0], storage.place(0)
+    read, place = storage.visible[0], storage.location(0)
     leases.hold(read)
     with storage.borrowed(0, 1) as weights:
         weights.fill_(0.5)
-    assert storage.place(0) == -1
+    assert storage.location(0) == -1
     assert torch.equal(job.parameter.detach().view(-1), _numbers())
     leases.release(read)
     with storage.borrowed(0, 1) as weights:
         weights.fill_(2.5)
     job.mapped.commit()
-    assert storage.place(0) == place
+    assert storage.location(0) == place
     assert (job.parameter.detach().view(-1)[: storage.slots[0].slice.used] == 2.5).all()
 
 
@@ -237,7 +237,7 @@ def test_long_slices_begin_in_their_page_where_they_do_on_workers(
     for server in plan.servers:
         storage, _, _ = _server_memory(plan, server)
         for at, slot in enumerate(storage.slots):
-            is_mapped, is_long = storage.place(at) >= 0, slot.slice.nbytes >= 256 << 10
+            is_mapped, is_long = storage.location(at) >= 0, slot.slice.nbytes >= 256 << 10
             assert is_mapped or not is_long
             assert not is_mapped or 4 * (slot.start - slot.slice.offset) % PAGE == 0
 
@@ -246,7 +246,9 @@ def test_a_place_of_a_server_that_was_restarted_is_one_in_the_memory_of_its_next
     job.serve(torch.arange(1.0, 1.0 + _NUMEL))
     job.show()
     memory = job.memories[0]
-    slot, place = next((slot.slice, job.servers[0].place(at)) for at, slot in enumerate(job.servers[0].slots))
+    slot, place = next(
+        (slot.slice, job.servers[0].location(at)) for at, slot in enumerate(job.servers[0].slots)
+    )
     assert job.mapped.is_mapped(slot, 0, place, memory)
     assert job.mapped.is_mapped(slot, 0, place, None)  # the channel is lost, what is mapped stays
     again = SharedArena(os.dup(memory.fd), memory.number, is_ours=False)  # as the next process shows it

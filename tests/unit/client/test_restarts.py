@@ -314,7 +314,7 @@ class Restarted(Bench):
     def slices(self, server: int) -> set[int]:
         """The slots of which the server was sent something since the last one came back."""
         bodies: list[Any] = self.servers.bodies(m.Contribute, server)
-        return {m.place_of(word)[0] for body in bodies for word in body.pushes[:, 0].tolist()}
+        return {m.unpack_slot(word)[0] for body in bodies for word in body.pushes[:, 0].tolist()}
 
 
 def test_a_server_that_is_back_gets_all_slices_and_commits_of_the_open_round() -> None:

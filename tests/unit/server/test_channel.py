@@ -559,8 +559,8 @@ def test_weights_are_found_while_others_are_forgotten(exports: WeightExports) ->
             others.clear()
             return False
 
-    number, (address, nbytes) = next(iter(exports._places.items()))
-    exports._places[number] = Address(address), nbytes
+    number, (address, nbytes) = next(iter(exports._memories.items()))
+    exports._memories[number] = Address(address), nbytes
     assert exports.find(weights) is not None
     assert len(exports.fds) == 1
 

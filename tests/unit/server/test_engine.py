@@ -150,7 +150,7 @@ def test_a_barrier_ends_for_all_at_the_first_deadline_or_when_a_missing_rank_is_
 MAPPED_SHAPE = (140_000,)
 """Eight slices of more than 64 KiB."""
 MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
-KNOWS = MAPS | m.PLACES_CACHED
+KNOWS = MAPS | m.LOCATIONS_CACHED
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def leases() -> Leases:
     """Those of a server that shares memory, whose places are addresses."""
     made = Leases()
     made.shared = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
-    made.place_of = torch.Tensor.data_ptr
+    made.location_of = torch.Tensor.data_ptr
     return made
 
 
@@ -176,7 +176,7 @@ def test_slices_that_somebody_reads_come_as_bytes_beside_the_places_of_others(le
     leases.hold(weights.payloads[3])
     for [sent] in commit_by_both(job, MAPS):
         assert isinstance(sent, m.Weights)
-        assert sent.places[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert sent.locations[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
         assert sent.parts[:, 0].tolist() == [3]
         assert set(sent.payloads[0].tolist()) == {2.0}
     assert not weights.payloads[3].any()
@@ -189,7 +189,7 @@ def test_a_rank_that_knows_all_places_is_told_of_one_slice_that_they_are_still_t
         for told in commit_by_both(job, flags, round_):
             [shown] = told
             assert isinstance(shown, m.Weights)
-            assert shown.places.tolist() == [[0, round_, m.SAME_PLACE]]
+            assert shown.locations.tolist() == [[0, round_, m.SAME_LOCATION]]
             assert not len(shown.parts)
 
 
@@ -200,8 +200,8 @@ def test_a_rank_that_knows_all_places_is_told_every_one_where_a_slice_has_moved(
     leases.hold(weights.payloads[3])
     for [sent] in commit_by_both(job, KNOWS):
         assert isinstance(sent, m.Weights)
-        assert sent.places[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
-        assert (sent.places[:, 2] > 0).all()
+        assert sent.locations[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert (sent.locations[:, 2] > 0).all()
         assert sent.parts[:, 0].tolist() == [3]
 
 
@@ -209,7 +209,7 @@ def test_ranks_that_do_not_map_weights_are_sent_them_beside_those_that_do(leases
     job = Job(2, Mode("sync"), shape=MAPPED_SHAPE, leases=leases)
     [[sent], _] = commit_by_both(job, m.WANTS_WEIGHTS)
     assert isinstance(sent, m.Weights)
-    assert not len(sent.places)
+    assert not len(sent.locations)
 
 
 def test_ranks_whose_contributions_count_one_by_one_are_sent_weights_though_they_map_them(
@@ -224,7 +224,7 @@ def test_a_server_that_shares_no_memory_sends_weights() -> None:
     job = Job(2, Mode("sync"), shape=MAPPED_SHAPE)
     [[sent], _] = commit_by_both(job, MAPS)
     assert isinstance(sent, m.Weights)
-    assert not len(sent.places)
+    assert not len(sent.locations)
 
 
 STRANGER = b"nobody knows me"

@@ -86,7 +86,7 @@ def test_a_reply_comes_out_as_it_went_in(body: Any) -> None:
 WEIGHTS = m.Weights(
     m.matrix([(1, 2, m.WHOLE, 64)], m.PART_WORDS),
     (torch.arange(16.0),),
-    places=m.matrix([(2, 2, 1 << 40), (3, 2, m.SAME_PLACE)], m.PLACE_WORDS),
+    locations=m.matrix([(2, 2, 1 << 40), (3, 2, m.SAME_LOCATION)], m.LOCATION_WORDS),
 )
 CONTRIBUTE = m.Contribute(
     m.matrix([(3, 7, 0, 64), (4, 7, 2, 0), (9, 8, 1, 16)], m.PUSH_WORDS),
@@ -310,7 +310,7 @@ def test_a_damaged_body_is_a_protocol_error_that_says_what_is_wrong(
 
 def test_places_of_weights_that_a_worker_maps_travel_with_the_bytes_of_others() -> None:
     *_, body = f.decode([bytearray(frame) for frame in f.encode(m.Reply(3, WEIGHTS))])
-    assert (body.places == WEIGHTS.places).all()
+    assert (body.locations == WEIGHTS.locations).all()
     assert (body.parts == WEIGHTS.parts).all()
     assert body.payloads[0].view(torch.float32).tolist() == WEIGHTS.payloads[0].tolist()
 

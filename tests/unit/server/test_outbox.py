@@ -40,9 +40,9 @@ def test_an_answer_about_very_many_small_keys_is_cut_into_messages_that_workers_
 def test_places_go_with_the_first_message_where_weights_are_cut_into_several() -> None:
     reply = weights(range(KEYS_PER_MESSAGE + 1))
     assert isinstance(reply.body, m.Weights)
-    reply.body.places = m.matrix([(9, 1, 7)], m.PLACE_WORDS)
+    reply.body.locations = m.matrix([(9, 1, 7)], m.LOCATION_WORDS)
     bodies = [out.reply.body for out in packed([m.Outgoing(b"peer", reply)])]
-    assert [body.places.tolist() for body in bodies if isinstance(body, m.Weights)] == [[[9, 1, 7]], []]
+    assert [body.locations.tolist() for body in bodies if isinstance(body, m.Weights)] == [[[9, 1, 7]], []]
 
 
 def test_messages_with_weights_go_to_workers_in_turn() -> None:

@@ -243,7 +243,7 @@ class Parts(Job):
     def ends(self, rank: int) -> list[int]:
         """Where the parts end in slice 0 of which a rank has been told new weights."""
         bodies = [body for body in self.replies.get((rank, SAYS), []) if isinstance(body, m.Weights)]
-        places = [m.place_of(word) for body in bodies for word in body.parts[:, 0].tolist()]
+        places = [m.unpack_slot(word) for body in bodies for word in body.parts[:, 0].tolist()]
         return [4 * end for slot, end in places if end and not slot]
 
     def check(self, value: float) -> None:

@@ -346,14 +346,14 @@ def test_a_rank_that_was_taken_over_stays_fenced_after_a_restart(store: HeldDesc
 def exporting(store: HeldDescriptors) -> tuple[Job, WeightExports]:
     leases = Leases()
     exports = WeightExports(leases)
-    leases.export, leases.place_of = exports.add, lambda weights: exports.find([weights])
+    leases.export, leases.location_of = exports.add, lambda weights: exports.find([weights])
     return Job(Case([[BIG]], ("sgd", {}), rounds=2), store, leases=leases), exports
 
 
 def test_exported_weights_keep_their_numbers_and_places(store: HeldDescriptors) -> None:
     job, exports = exporting(store)
     job.run()
-    places = list(job.engine.namespaces["job"].shard.storage.places)
+    places = list(job.engine.namespaces["job"].shard.storage.locations)
     assert max(places) >= 0
     # A worker keeps its mapping, over the end of the process that made the memory.
     [number] = exports.fds
@@ -362,7 +362,7 @@ def test_exported_weights_keep_their_numbers_and_places(store: HeldDescriptors) 
     again, more = exporting(store)
     again.sessions = job.sessions
     assert list(more.fds) == [number]
-    assert list(again.engine.namespaces["job"].shard.storage.places) == places
+    assert list(again.engine.namespaces["job"].shard.storage.locations) == places
     before = seen.data.clone()
     again.case.rounds = 3
     *_, last, _ = again.steps()

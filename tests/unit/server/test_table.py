@@ -123,7 +123,7 @@ def test_ranks_that_disagree_on_the_learning_rate_cannot_veto_it_away() -> None:
 def test_who_maps_weights_sees_that_they_are_being_replaced() -> None:
     leases = Leases()
     leases.shared = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
-    leases.place_of = lambda weights: 0
+    leases.location_of = lambda weights: 0
     table = Table(0, "t", make_plan([TensorSpec("k", (1 << 16,), "float32")], 1), 0, 1, Shard(leases))
     for round_ in range(2):
         ones = {piece.index: torch.ones(piece.used) for piece in table.unit.slices}
