@@ -415,9 +415,9 @@ class Engine:
         """Store slices, then count commits; every round that becomes complete is applied or held."""
         space, commits = sender.space, body.commits
         has_pushes = len(body.pushes) > 0
-        some = space.batch_of(commits[:, 0]) if len(commits) else None
+        batch = space.batch_of(commits[:, 0]) if len(commits) else None
         # 1. An intent declared ahead of the slices. It is optional: without it the round is applied after all commits.
-        if some is not None and commits[0, 5] & m.DECLARES_INTENT:
+        if batch is not None and commits[0, 5] & m.DECLARES_INTENT:
             if self.is_stopping or space.name in self.updaters:
                 return []
             return pipelined.declare_intent(space, sender.rank, body, sender.waiter)
@@ -428,56 +428,56 @@ class Engine:
         out: list[m.Outgoing] = []
         if space.rounds.pipelined and has_pushes:
             out += pipelined.advance(space, [m.unpack_slot(word)[0] for word in body.pushes[:, 0].tolist()])
-        if some is None:
+        if batch is None:
             return out
         # 3. Commits. With asynchronous contributions tables may be in different trackers: the first round is shared.
-        for tracker, mine in space.rounds.trackers(sender.rank, some.tables, commits[:, 1]):
+        for tracker, mine in space.rounds.trackers(sender.rank, batch.numbers, commits[:, 1]):
             if mine is not None:
-                commits, some = body.commits[mine], space.batch_of(body.commits[mine, 0])
-            out += self._commit(sender, tracker, commits, some, body)
+                commits, batch = body.commits[mine], space.batch_of(body.commits[mine, 0])
+            out += self._commit(sender, tracker, commits, batch, body)
         return out
 
     def _commit(
-        self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, some: TableBatch, body: m.Contribute
+        self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, batch: TableBatch, body: m.Contribute
     ) -> list[m.Outgoing]:
         space, rank, now = sender.space, sender.rank, sender.now
         out: list[m.Outgoing] = []
         # 1. Refuse what cannot count, table by table, before anything is recorded.
-        if self.is_stopping or body.hyper or any([table.conflict is not None for table in some.named]):
+        if self.is_stopping or body.hyper or any([table.conflict is not None for table in batch.tables]):
             rounds = commits[:, 1].tolist()
             errors = [
-                self._why_refused(tracker, *one, body.hyper) for one in zip(some.named, rounds, strict=True)
+                self._why_refused(tracker, *one, body.hyper) for one in zip(batch.tables, rounds, strict=True)
             ]
-            for table, round_, error in zip(some.named, rounds, errors, strict=True):
+            for table, round_, error in zip(batch.tables, rounds, errors, strict=True):
                 if error is not None:
                     out.append(_make_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
-            some = space.batch_of(commits[:, 0])
+            batch = space.batch_of(commits[:, 0])
         # 2. Record the commits. `verdicts` is None if all were accepted, which is the common case.
         verdicts = tracker.commit(rank, commits, body, sender.waiter, now)
         space.note_begun()
         if verdicts is not None:
-            some = space.batch_of(some.tables[verdicts == CommitStatus.ACCEPTED])
+            batch = space.batch_of(batch.numbers[verdicts == CommitStatus.ACCEPTED])
             out += self._answer_others(sender, tracker, commits, verdicts, body)
-        space.log_rounds("committed", tracker, some.named, rank)
+        space.log_rounds("committed", tracker, batch.tables, rank)
         # 3. Store what the rank said with them: keys it leaves out, hyper-parameters, what its successor gets.
         if body.client_state:
-            space.keep_client_state(rank, some.named, tracker, body.client_state)
+            space.keep_client_state(rank, batch.tables, tracker, body.client_state)
         if body.hyper and space.changes is not None:
-            space.changes.note_hypers(some.numbers)
-        for table in some.named if body.absent or body.hyper else ():
+            space.changes.note_hypers(batch.number_list)
+        for table in batch.tables if body.absent or body.hyper else ():
             left_out = frozenset(key for number, key in body.absent if number == table.number)
             if left_out:
                 space.absent[table.number, rank] = left_out
             if body.hyper:
                 table.hyper.set(rank, body.hyper)
         # 4. End the rounds that are complete now.
-        committed = tracker.num_committed[some.tables]
+        committed = tracker.num_committed[batch.numbers]
         num_complete = committed.tolist().count(tracker.num_members)
         if 0 < num_complete < len(committed):
-            some = space.batch_of(some.tables[committed == tracker.num_members])
+            batch = space.batch_of(batch.numbers[committed == tracker.num_members])
         if num_complete:
-            out += self._finish(space, tracker, some, now)
+            out += self._finish(space, tracker, batch, now)
         return out
 
     def _why_refused(
@@ -539,7 +539,7 @@ class Engine:
         self,
         space: Namespace,
         tracker: RoundTracker,
-        some: TableBatch,
+        batch: TableBatch,
         now: float,
         decision: Decision | None = None,
     ) -> list[m.Outgoing]:
@@ -547,28 +547,28 @@ class Engine:
         out: list[m.Outgoing] = []
         # 1. Apply: tables that can share one update first, the others one by one.
         is_shared = tracker is space.rounds.shared
-        ended, others = None, some.numbers
+        ended, others = None, batch.number_list
         if is_shared and decision is None:
-            ended, others = self._change(space, tracker, some, out)
+            ended, others = self._change(space, tracker, batch, out)
         applied: list[int] = []
         for number in others:
             if self._finish_alone(space, tracker, space.tables[number], decision, out):
                 applied.append(number)
         if applied or ended is None:
-            before = [] if ended is None else ended.numbers
+            before = [] if ended is None else ended.number_list
             ended = space.batch_of(np.array(before + applied, np.int64))
         # 2. Collect the answers, one for each waiting request, before the trackers forget the requests.
         answers: list[Answer] = []
         for rank, given in tracker.inputs.items():
             answers += _list_answers(tracker, rank, given, ended, is_plain=not applied)
         if space.absent:
-            space.forget_absent(ended.numbers)
-        space.note_tables(ended.numbers)
+            space.forget_absent(ended.number_list)
+        space.note_tables(ended.number_list)
         # 3. Close the rounds, and advance the clocks of asynchronous ranks.
-        space.log_rounds("applied", tracker, ended.named)
-        tracker.finish(ended.tables, ended.slots)
+        space.log_rounds("applied", tracker, ended.tables)
+        tracker.finish(ended.numbers, ended.all_slots)
         for rank, given in tracker.inputs.items() if not is_shared else ():
-            for number, flag in zip(ended.numbers, given.flags[ended.tables].tolist(), strict=True):
+            for number, flag in zip(ended.number_list, given.flags[ended.numbers].tolist(), strict=True):
                 space.rounds.advance(rank, number)
                 space.waits.contributed(number, rank, now)
                 if flag & m.HAS_JOINED:
@@ -589,8 +589,8 @@ class Engine:
                         weights[wanted] = space.shown(ended, len(ranks), bool(wanted & m.LOCATIONS_CACHED))
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[wanted])))
             else:
-                versions = [table.version for table in ended.named]
-                rows = np.array((ended.numbers, tracker.numbers[ended.tables] - 1, versions)).T
+                versions = [table.version for table in ended.tables]
+                rows = np.array((ended.number_list, tracker.numbers[ended.numbers] - 1, versions)).T
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, m.Done(rows))))
         return out + self._release(space) if space.waits.all else out
 
@@ -622,7 +622,7 @@ class Engine:
         return False
 
     def _change(
-        self, space: Namespace, tracker: RoundTracker, some: TableBatch, out: list[m.Outgoing]
+        self, space: Namespace, tracker: RoundTracker, batch: TableBatch, out: list[m.Outgoing]
     ) -> tuple[TableBatch | None, list[int]]:
         """Sum and update all batchable tables in one call; `out` receives the messages of rounds that fail.
 
@@ -632,18 +632,20 @@ class Engine:
         try:
             optimizer = space.optimizer.agreed()
         except KVStoreError:
-            return None, some.numbers
-        can_batch, others = space.can_batch(tracker, some, optimizer), list[int]()
+            return None, batch.number_list
+        can_batch, others = space.can_batch(tracker, batch, optimizer), list[int]()
         if True not in can_batch or space.name in self.updaters:
-            return None, some.numbers
-        if False in can_batch or not some.is_ascending:
-            others = [n for n, is_batchable in zip(some.numbers, can_batch, strict=True) if not is_batchable]
-            some = space.batch_of(np.sort(some.tables[can_batch]))
+            return None, batch.number_list
+        if False in can_batch or not batch.is_ascending:
+            others = [
+                n for n, is_batchable in zip(batch.number_list, can_batch, strict=True) if not is_batchable
+            ]
+            batch = space.batch_of(np.sort(batch.numbers[can_batch]))
         # 2. Agree on the hyper-parameters of each table. Ranks that disagree make only that table's round fail.
         packed: list[bytes] = []
         hypers: list[Sequence[Mapping[str, Any]]] = []
         left: list[int] = []
-        for table in some.named:
+        for table in batch.tables:
             try:
                 hyper = table.hyper.common(tracker.inputs)
                 hypers.append(() if optimizer is None else table.hypers((), optimizer, hyper))
@@ -654,31 +656,33 @@ class Engine:
                 left.append(table.number)
         if not left:
             return None, others
-        if len(left) < len(some.numbers):
-            some = space.batch_of(np.array(left))
+        if len(left) < len(batch.number_list):
+            batch = space.batch_of(np.array(left))
         # 3. Sum and update all of them at once.
         try:
-            first = some.numbers[0]  # in a batch each rank's terms are the same for all tables
+            first = batch.number_list[0]  # in a batch each rank's terms are the same for all tables
             ranks = tracker.inputs.values()
-            given = [space.contribution(one.infos[first], optimizer, one.runs(some.slots)) for one in ranks]
+            given = [
+                space.contribution(one.infos[first], optimizer, one.runs(batch.all_slots)) for one in ranks
+            ]
             if optimizer is None:
                 space.shard.assign_sum(given)
             else:
-                space.shard.update(given, optimizer, hypers, [table.unit for table in some.named])
+                space.shard.update(given, optimizer, hypers, [table.unit for table in batch.tables])
         except KVStoreError as error:  # nothing has changed
-            for table in some.named:
+            for table in batch.tables:
                 out += self._fail(space, tracker, table, error)
             return None, others
         except Exception as error:
-            _log.exception("the update of %d tables failed", len(some.named))
-            for table in some.named:
+            _log.exception("the update of %d tables failed", len(batch.tables))
+            for table in batch.tables:
                 out += self._fail(space, tracker, table, table.break_off(error))
             return None, others
         # 4. Record the new versions. Tables with equal ends share one object.
         end = None
-        for table, hyper in zip(some.named, packed, strict=True):
+        for table, hyper in zip(batch.tables, packed, strict=True):
             end = table.changed(hyper, end)
-        return some, others
+        return batch, others
 
     def _apply(
         self, space: Namespace, tracker: RoundTracker, table: Table, decision: Decision | None
@@ -767,15 +771,15 @@ class Engine:
                 f"rank {rank} decides about round {resolve.round} of {table.name!r}, which is not held: round "
                 f"{number} is open"
             )
-        some = space.batch_of(np.array([table.number]))
-        return self._finish(space, shared, some, sender.now, decision)
+        batch = space.batch_of(np.array([table.number]))
+        return self._finish(space, shared, batch, sender.now, decision)
 
     # ---------------------------------------------------------------- reads
 
     def _read(self, sender: Sender, wanted: m.Pull | m.PullRows) -> list[m.Outgoing]:
         space, rank, waiter, timeout = sender.space, sender.rank, sender.waiter, wanted.timeout
         numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [space.table(wanted.table).number]
-        for table in space.batch_of(np.array(numbers, np.int64)).named:
+        for table in space.batch_of(np.array(numbers, np.int64)).tables:
             if table.conflict is not None:
                 raise _copy_error(table.conflict)
             if not table.is_initialised:
@@ -1150,14 +1154,14 @@ def _list_answers(
     tracker: RoundTracker, rank: int, given: RankInputs, ended: TableBatch, is_plain: bool
 ) -> list[Answer]:
     """List a rank's answers about ended rounds; `is_plain` if all of them were applied in one batch."""
-    flags = given.flags[ended.tables].tolist()
-    waiters = list(map(given.waiters.__getitem__, ended.numbers))
+    flags = given.flags[ended.numbers].tolist()
+    waiters = list(map(given.waiters.__getitem__, ended.number_list))
     first = waiters[0] if is_plain and flags and flags[0] in _WHOLE else None
     if first is not None and flags.count(flags[0]) == len(flags) == waiters.count(first):
         return [Answer(rank, first, flags[0], [], 0.0)]
-    rounds, versions = tracker.numbers[ended.tables].tolist(), given.version[ended.tables].tolist()
+    rounds, versions = tracker.numbers[ended.numbers].tolist(), given.version[ended.numbers].tolist()
     found: dict[Waiter, Answer] = {}
-    for waiter, *row in zip(waiters, ended.numbers, rounds, versions, flags, strict=True):
+    for waiter, *row in zip(waiters, ended.number_list, rounds, versions, flags, strict=True):
         said = given.infos[row[0]]
         if waiter is not None and said is not None:
             own = found.setdefault(waiter, Answer(rank, waiter, None, [], said.timeout))
@@ -1245,8 +1249,8 @@ def _answer_pull(
         else:
             tables = [space.tables[number] for number in numbers]
             plain = [table.number for table in tables if table.deltas is None]
-            some = space.batch_of(np.array(plain, np.int64))
-            found = [space.weights(some, rank, is_pull=True)] if plain else []
+            batch = space.batch_of(np.array(plain, np.int64))
+            found = [space.weights(batch, rank, is_pull=True)] if plain else []
             changed = [table for table in tables if table.deltas is not None]
             found += [space.rows(rank, table, table.changed_parts(-1), is_pull=True) for table in changed]
     except KVStoreError as error:

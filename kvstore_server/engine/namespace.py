@@ -137,23 +137,23 @@ class SliceLocations(NamedTuple):
 class TableBatch(NamedTuple):
     """Cached lookups for a batch of tables that are requested together."""
 
-    tables: Ints
-    numbers: list[int]
-    named: list[Table]
+    numbers: Ints
+    number_list: list[int]
+    tables: list[Table]
     is_ascending: bool
-    slots: Ints
+    all_slots: Ints
     """The slots of all tables, ascending."""
     parts: m.Matrix
     """The rows of a `Weights` message for them, with the versions left out."""
-    owners: Ints
-    """For each part, the position of its table."""
-    resident: list[int]
+    part_tables: Ints
+    """For each part, the index of its table in `tables`."""
+    resident_slots: list[int]
     """The slot of each part."""
-    nbytes: list[int]
+    table_nbytes: list[int]
     """The bytes of each table's parts."""
     part_locations: Ints
     """For each part, the location at which peers map it while it has not moved; -1 if it cannot be mapped."""
-    firsts: Ints
+    first_mapped: Ints
     """The first mappable part of each table that has one."""
 
 
@@ -437,23 +437,23 @@ class Namespace:
         return self._batches.get(tables.tobytes(), self._make_batch, tables)
 
     def _make_batch(self, tables: Ints) -> TableBatch:
-        numbers = tables.tolist()
-        self.check_named("request", numbers)
-        named = [self.table(number) for number in numbers]
+        number_list = tables.tolist()
+        self.check_named("request", number_list)
+        members = [self.table(number) for number in number_list]
         of_all = self.rounds.slots.of(tables)
         slots = of_all[[self._is_resident[slot] for slot in of_all.tolist()]]
         nbytes, position = self.rounds.slots.nbytes[slots], np.zeros(len(self.tables), np.int64)
         position[tables] = np.arange(len(tables))
-        owners, none = position[self.rounds.slots.table[slots]], np.zeros(len(slots), np.int64)
+        owners, zeros = position[self.rounds.slots.table[slots]], np.zeros(len(slots), np.int64)
         locations = np.array([self.shard.storage.locations[slot] for slot in slots.tolist()], np.int64)
         [mapped] = (locations >= 0).nonzero()
         return TableBatch(
             tables.copy(),
-            numbers,
-            named,
-            numbers == sorted(numbers),
+            number_list,
+            members,
+            number_list == sorted(number_list),
             np.sort(of_all),
-            np.stack((slots, none, none + m.WHOLE, nbytes), axis=1),
+            np.stack((slots, zeros, zeros + m.WHOLE, nbytes), axis=1),
             owners,
             slots.tolist(),
             np.bincount(owners, nbytes, len(tables)).astype(np.int64).tolist(),
@@ -608,13 +608,13 @@ class Namespace:
         """Find the slices in payloads of these sizes and dtypes; uint8 stands for any. Raises ProtocolError."""
         if len(slots) == len(forms) == 1 and sizes[0] == forms[0][0] and 0 <= slots[0] < len(self._dtypes):
             # Fast path for rows of one table: a single slice that fills a single payload.
-            [slot], [nbytes], none = slots.tolist(), sizes.tolist(), np.zeros(1, np.int64)
+            [slot], [nbytes], zeros = slots.tolist(), sizes.tolist(), np.zeros(1, np.int64)
             tables, is_of_dtype = (
                 self.rounds.slots.table[slots],
                 forms[0][1] in (torch.uint8, self._dtypes[slot]),
             )
             fits = is_of_dtype and nbytes == self.rounds.slots.nbytes[slot]
-            return SliceLocations(tables, none, none, [] if fits else [0], [(int(tables[0]), nbytes)])
+            return SliceLocations(tables, zeros, zeros, [] if fits else [0], [(int(tables[0]), nbytes)])
         # 1. Check the names; then find the payload of each slice by its offset in all of them.
         self.check_named("contribution", slots.tolist())
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
@@ -667,20 +667,20 @@ class Namespace:
         contribution = self.contribution(said, optimizer, runs, absent)
         return RankCommit(contribution, flags, int(given.version[number]), said.hold)
 
-    def can_batch(self, tracker: RoundTracker, some: TableBatch, optimizer: Optimizer | None) -> list[bool]:
+    def can_batch(self, tracker: RoundTracker, batch: TableBatch, optimizer: Optimizer | None) -> list[bool]:
         """Return for each table, whose round is complete, whether one batched update can apply it.
 
         True for a plain sum of all keys in a synchronous round, with the same terms for all tables.
         """
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
-            return [False] * len(some.numbers)
+            return [False] * len(batch.number_list)
         left = {number for number, _ in self.absent} if self.absent else ()
         found = [
             one.is_initialised and one.held is None and one.pipelined is None and one.number not in left
-            for one in some.named
+            for one in batch.tables
         ]
         for given in tracker.inputs.values():
-            said: list[Any] = list(map(given.infos.__getitem__, some.numbers))
+            said: list[Any] = list(map(given.infos.__getitem__, batch.number_list))
             first = said[0]
             if not first.is_plain or said.count(first) < len(said):
                 same = [one.is_plain and one.rescale == first.rescale for one in said]
@@ -716,23 +716,23 @@ class Namespace:
         plain = RankContribution(runs, scale, absent)
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
-    def weights(self, some: TableBatch, *ranks: int, half: bool = False, is_pull: bool = False) -> m.Weights:
+    def weights(self, batch: TableBatch, *ranks: int, half: bool = False, is_pull: bool = False) -> m.Weights:
         """Return the current weights of some tables, except row-sparse ones, for some ranks; not copies.
 
         With `half`, wider ones are rounded to bfloat16. `is_pull`: the ranks only look at them, and do not compute
         with them.
         """
-        parts, storage, sizes = some.parts.copy(), self.shard.storage, some.nbytes
-        parts[:, 1] = np.array([table.version for table in some.named])[some.owners]
-        payloads = list(map(storage.padded.__getitem__, some.resident))
+        parts, storage, sizes = batch.parts.copy(), self.shard.storage, batch.table_nbytes
+        parts[:, 1] = np.array([table.version for table in batch.tables])[batch.part_tables]
+        payloads = list(map(storage.padded.__getitem__, batch.resident_slots))
         if half:
             payloads = [
-                storage.half(*where) for where in zip(some.resident, parts[:, 1].tolist(), strict=True)
+                storage.half(*where) for where in zip(batch.resident_slots, parts[:, 1].tolist(), strict=True)
             ]
             parts[:, 3] = [payload.nbytes for payload in payloads]
-            parts[parts[:, 3] < some.parts[:, 3], 2] = m.HALF
-            sizes = np.bincount(some.owners, parts[:, 3], len(some.named)).astype(np.int64).tolist()
-        for table, size in zip(some.named, sizes, strict=True):
+            parts[parts[:, 3] < batch.parts[:, 3], 2] = m.HALF
+            sizes = np.bincount(batch.part_tables, parts[:, 3], len(batch.tables)).astype(np.int64).tolist()
+        for table, size in zip(batch.tables, sizes, strict=True):
             table.bytes_out += size * len(ranks)
             if is_pull:
                 for rank in ranks:
@@ -740,7 +740,7 @@ class Namespace:
             else:
                 table.reset_reads(ranks)
         if self.changes is not None and not self.mode.is_sync:
-            self.note_tables([table.number for table in some.named if table.tracks_reads])
+            self.note_tables([table.number for table in batch.tables if table.tracks_reads])
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def weights_before(self, round_: int, table: Table) -> m.Weights:
@@ -749,14 +749,14 @@ class Namespace:
         Raises WorkerLostError if they are not kept any more.
         """
         number = table.number
-        some, open_round = self.batch_of(np.array([number], np.int64)), self.rounds.shared.number(number)
+        batch, open_round = self.batch_of(np.array([number], np.int64)), self.rounds.shared.number(number)
         # A round that failed, or ended without an update, has left the weights as they were when it began.
         has_changed = self.rounds.shared.was_applied(number, round_) and not table.ends[ALL].is_skipped
         if open_round == round_ or (open_round == round_ + 1 and not has_changed):
-            return self.weights(some, is_pull=True)
-        former = [self.shard.storage.former(slot) for slot in some.resident]
+            return self.weights(batch, is_pull=True)
+        former = [self.shard.storage.former(slot) for slot in batch.resident_slots]
         kept = [weights for weights in former if weights is not None]
-        are_all = len(kept) == len(former) and len(some.resident) == len(table.unit.slices)
+        are_all = len(kept) == len(former) and len(batch.resident_slots) == len(table.unit.slices)
         if open_round != round_ + 1 or not are_all:
             raise WorkerLostError(
                 f"round {round_} of {table.name!r} cannot be repeated on server {self.config.server}, where round "
@@ -764,27 +764,27 @@ class Namespace:
                 "before it are not kept; dense ones are with --durability process. Restart the job from its last saved "
                 "states"
             )
-        parts = some.parts.copy()
+        parts = batch.parts.copy()
         parts[:, 1] = table.version - 1
         return m.Weights(parts, tuple([weights.clone() for weights in kept]))
 
-    def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
+    def shown(self, batch: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
         """Return weights for ranks that map them: locations, or bytes. `are_known`: they know them."""
-        storage, locations = self.shard.storage, some.part_locations
+        storage, locations = self.shard.storage, batch.part_locations
         if storage.has_moved:
-            locations = np.array([storage.location(slot) for slot in some.resident], np.int64)
-        versions = np.array([table.version for table in some.named])[some.owners]
+            locations = np.array([storage.location(slot) for slot in batch.resident_slots], np.int64)
+        versions = np.array([table.version for table in batch.tables])[batch.part_tables]
         [mapped], [others] = (locations >= 0).nonzero(), (locations < 0).nonzero()
         # The common case of a step: one record for each table instead of all locations.
         if are_known and not storage.has_moved:
-            mapped = some.firsts
+            mapped = batch.first_mapped
             locations = np.full_like(locations, m.SAME_LOCATION)
-        found = np.array((some.parts[mapped, 0], versions[mapped], locations[mapped])).T
-        parts = some.parts[others]
+        found = np.array((batch.parts[mapped, 0], versions[mapped], locations[mapped])).T
+        parts = batch.parts[others]
         parts[:, 1] = versions[others]
         payloads = tuple([storage.padded[slot] for slot in parts[:, 0].tolist()])
-        for payload, owner in zip(payloads, some.owners[others].tolist(), strict=True):
-            some.named[owner].bytes_out += payload.nbytes * num_ranks
+        for payload, owner in zip(payloads, batch.part_tables[others].tolist(), strict=True):
+            batch.tables[owner].bytes_out += payload.nbytes * num_ranks
         return m.Weights(parts, payloads, self.mode.is_sync, found)
 
     def mapped_rows(self, table: Table) -> m.Weights:
