@@ -18,7 +18,7 @@ import torch
 import kvtrainer
 from kvstore_server import cli
 from kvstore_server import errors as server_errors
-from kvstore_server.engine.memory import footprint
+from kvstore_server.engine.memory import size_of_table
 from kvstore_server.engine.rounds import SYNCHRONOUS
 from kvstore_server.plan import SIZES, TensorSpec, make_plan
 from kvstore_server.server import Server
@@ -305,6 +305,6 @@ def test_the_formula_of_sizing_is_what_servers_promise(
     names: dict[str, Any] = {}
     exec(next(block.code for block in _code("sizing.md")), names)
     plan = make_plan([TensorSpec(f"w{at}", (1024, 1024), dtype) for at in range(16)], 2, False)
-    promised = footprint(plan, 0, 2, SYNCHRONOUS, create(name, learning_rate=0.1, **options))
+    promised = size_of_table(plan, 0, 2, SYNCHRONOUS, create(name, learning_rate=0.1, **options))
     weights = 16 * plan.specs[0].numel * SIZES[dtype]
     assert promised == pytest.approx(names["server_bytes"](weights, state, servers=2), rel=0.02)

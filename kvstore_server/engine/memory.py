@@ -110,7 +110,7 @@ def keep_free_memory() -> None:
             set_option(option, value)
 
 
-def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: Optimizer | None) -> int:
+def size_of_table(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: Optimizer | None) -> int:
     """Return the bytes that a table needs on one server: weights, their sum, and the state of the named optimizer.
 
     Pushed rows of row-sparse keys are not counted. Not included are contributions that wait for other ranks (up to one

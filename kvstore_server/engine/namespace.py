@@ -36,7 +36,7 @@ from kvstore_server.engine.agreed_options import AgreedOptimizer
 from kvstore_server.engine.changes import Changes
 from kvstore_server.engine.facts import waits_of, workers_of
 from kvstore_server.engine.membership import ERROR_LENGTH, ERRORS_KEPT, Membership
-from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_copy, size_of_deltas
+from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, size_of_copy, size_of_deltas, size_of_table
 from kvstore_server.engine.rounds import (
     NO_BYTES,
     CommitInfo,
@@ -217,7 +217,7 @@ class Namespace:
         # 3. The memory account.
         self.budget = budget
         self._claimed = 0
-        self._footprints = 0
+        self._claimed_for_tables = 0
         """Bytes claimed for all tables."""
 
     def __repr__(self) -> str:
@@ -292,8 +292,8 @@ class Namespace:
         """Claim the memory of what was restored and is not claimed with its table."""
         self.claim(sum(map(_nbytes_of, self.client_states.values())), "what the successors of ranks get")
 
-    def _footprint(self, plan: Plan, optimizer: Optimizer | None) -> int:
-        needed = footprint(plan, self.config.server, self.membership.num_workers, self.mode, optimizer)
+    def _table_nbytes(self, plan: Plan, optimizer: Optimizer | None) -> int:
+        needed = size_of_table(plan, self.config.server, self.membership.num_workers, self.mode, optimizer)
         # The shadow is as large as what it protects.
         return needed + (0 if self.changes is None else size_of_copy(plan, self.config.server, optimizer))
 
@@ -338,7 +338,7 @@ class Namespace:
         )
         workers = self.membership.num_workers
         codec = _codec_of(register.delta_form) if register.delta_form else None
-        needed = self._footprint(plan, self.optimizer.named)
+        needed = self._table_nbytes(plan, self.optimizer.named)
         for_deltas = 0 if codec is None else size_of_deltas(plan, self.config.server)
         self.claim(needed + for_deltas, f"table {register.table!r}")
         number = len(self.tables)
@@ -351,7 +351,7 @@ class Namespace:
         self.rounds.add(sizes, [slot > 0 and storage.is_next(slot - 1, slot) for slot in slots])
         self._dtypes += [torch_dtype(slice_.dtype) for slice_ in table.unit.slices]
         self._is_resident += [plan.is_resident(slice_) for slice_ in table.unit.slices]
-        self._footprints += needed
+        self._claimed_for_tables += needed
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
         self.note_tables([number])
@@ -846,10 +846,10 @@ class Namespace:
         self._track_reads_if_needed(self.tables)
 
     def _make_room(self, optimizer: Optimizer) -> None:
-        needed = sum(self._footprint(table.plan, optimizer) for table in self.tables)
+        needed = sum(self._table_nbytes(table.plan, optimizer) for table in self.tables)
         what = f"the state of optimizer {optimizer.registered_name!r} in namespace {self.name!r}"
-        self.claim(needed - self._footprints, what)
-        self._footprints = needed
+        self.claim(needed - self._claimed_for_tables, what)
+        self._claimed_for_tables = needed
 
     def _track_reads_if_needed(self, tables: Iterable[Table]) -> None:
         """Let tables remember what each rank has read if the optimizer needs that (delay compensation)."""
