@@ -373,7 +373,7 @@ class Server:
         body = request.body
         if self._debug_log is not None:
             self._debug_log.message("received", self._name_of(peer), request.number, body)
-        if is_shared and isinstance(body, m.Contribute) and body.form not in (b"", PACKED_ROWS):
+        if is_shared and isinstance(body, m.Contribute) and body.encoding not in (b"", PACKED_ROWS):
             # The sender could still change its memory. What a codec reads must stay as it was checked, so it is
             # copied; of rows only the ids matter, which are copied when they are read.
             own = tuple(payload.clone() for payload in body.payloads)

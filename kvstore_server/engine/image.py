@@ -100,7 +100,7 @@ def register_of(row: Sequence[Any]) -> tuple[int, m.Register]:
     """Return the rank that declared a table, and its message, from a part "declared" of an image."""
     rank, name, specs, whole_keys, one_server, form = row
     own = tuple((key, tuple(shape), dtype, group, sparse) for key, shape, dtype, group, sparse in specs)
-    return rank, m.Register(name, own, whole_keys, one_server=one_server, delta_form=form)
+    return rank, m.Register(name, own, whole_keys, one_server=one_server, delta_encoding=form)
 
 
 # ---------------------------------------------------------------- members

@@ -310,7 +310,7 @@ class Namespace:
         number = self._numbers.get(register.table)
         if number is not None and register.digest == self.tables[number].plan.digest:
             self.forget_declaration(rank)
-            self._check_same_form(self.tables[number], register, rank)
+            self._check_same_delta_codec(self.tables[number], register, rank)
             return self.tables[number]
         # 2. Collect the keys, which may come in several messages.
         specs = self._declared(rank, register)
@@ -327,7 +327,7 @@ class Namespace:
             except PlanMismatchError as error:
                 table.conflict = error
                 raise
-            self._check_same_form(table, register, rank)
+            self._check_same_delta_codec(table, register, rank)
             return table
         # 4. A new table: check it, claim its memory, then create it. Nothing is changed before the claim succeeds.
         check_name("a table", register.table)
@@ -337,7 +337,7 @@ class Namespace:
             specs, self.config.num_servers, register.whole_keys, self.config.integers, register.one_server
         )
         workers = self.membership.num_workers
-        codec = _codec_of(register.delta_form) if register.delta_form else None
+        codec = _codec_of(register.delta_encoding) if register.delta_encoding else None
         needed = self._table_nbytes(plan, self.optimizer.named)
         for_deltas = 0 if codec is None else size_of_deltas(plan, self.config.server)
         self.claim(needed + for_deltas, f"table {register.table!r}")
@@ -357,9 +357,9 @@ class Namespace:
         self.note_tables([number])
         return table
 
-    def _check_same_form(self, table: Table, register: m.Register, rank: int) -> None:
+    def _check_same_delta_codec(self, table: Table, register: m.Register, rank: int) -> None:
         own = None if table.deltas is None else table.deltas.codec
-        theirs = _codec_of(register.delta_form) if register.delta_form else None
+        theirs = _codec_of(register.delta_encoding) if register.delta_encoding else None
         if own != theirs:
             names = [None if codec is None else codec.spec() for codec in (own, theirs)]
             table.conflict = PlanMismatchError(
@@ -529,21 +529,21 @@ class Namespace:
             return
         # 1. Find each slice in the payloads. The lookup is cached by the slots, sizes and dtypes of the message.
         slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
-        found, sources = list[tuple[int, torch.dtype]](), list[Any]()
-        for one in body.payloads:
-            found.append((one.nbytes, one.dtype))
-            sources.append(one if one.dtype is torch.uint8 else one.view(torch.uint8))
-        forms = tuple(found)
-        key = body.pushes[:, ::3].tobytes(), forms
+        types, sources = list[tuple[int, torch.dtype]](), list[Any]()
+        for payload in body.payloads:
+            types.append((payload.nbytes, payload.dtype))
+            sources.append(payload if payload.dtype is torch.uint8 else payload.view(torch.uint8))
+        payload_types = tuple(types)
+        key = body.pushes[:, ::3].tobytes(), payload_types
         located = (
-            self._slice_locations(slots, sizes, forms)  # sizes of rows hardly ever repeat
-            if body.form == PACKED_ROWS
-            else self._locations.get(key, self._slice_locations, slots, sizes, forms)
+            self._slice_locations(slots, sizes, payload_types)  # sizes of rows hardly ever repeat
+            if body.encoding == PACKED_ROWS
+            else self._locations.get(key, self._slice_locations, slots, sizes, payload_types)
         )
         tables, which, starts, wrong, received = located
         # 2. Encoded payloads become one source for each slice; plain ones are read where they are.
-        if body.form:
-            codec = None if body.form == PACKED_ROWS else _codec_of(body.form)
+        if body.encoding:
+            codec = None if body.encoding == PACKED_ROWS else _codec_of(body.encoding)
             layouts = self.shard.storage.slots
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
             sources = [
@@ -554,7 +554,7 @@ class Namespace:
             ]
             which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
         elif wrong:
-            self._refuse_slice(int(slots[wrong[0]]), int(sizes[wrong[0]]), forms[which[wrong[0]]][1])
+            self._refuse_slice(int(slots[wrong[0]]), int(sizes[wrong[0]]), payload_types[which[wrong[0]]][1])
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
         # 3. Store them in the trackers of their rounds.
@@ -592,8 +592,8 @@ class Namespace:
         (table, at), codec = self.slice_of(slot), None
         slice_ = table.unit.slices[at]
         numel, itemsize = slice_.length, SIZES[slice_.dtype]
-        if body.form:
-            codec = None if body.form == PACKED_ROWS else _codec_of(body.form)
+        if body.encoding:
+            codec = None if body.encoding == PACKED_ROWS else _codec_of(body.encoding)
             numel, itemsize = slice_.used, 0 if codec is None else codec.itemsize(slice_.dtype) or 0
         data = body.payloads[0].view(torch.uint8) if len(body.payloads) == 1 else NO_BYTES
         nbytes = data.numel()
@@ -603,15 +603,19 @@ class Namespace:
         return SlicePart(data, begin, end, numel * itemsize, codec)
 
     def _slice_locations(
-        self, slots: Ints, sizes: Ints, forms: Sequence[tuple[int, torch.dtype]]
+        self, slots: Ints, sizes: Ints, payload_types: Sequence[tuple[int, torch.dtype]]
     ) -> SliceLocations:
         """Find the slices in payloads of these sizes and dtypes; uint8 stands for any. Raises ProtocolError."""
-        if len(slots) == len(forms) == 1 and sizes[0] == forms[0][0] and 0 <= slots[0] < len(self._dtypes):
+        if (
+            len(slots) == len(payload_types) == 1
+            and sizes[0] == payload_types[0][0]
+            and 0 <= slots[0] < len(self._dtypes)
+        ):
             # Fast path for rows of one table: a single slice that fills a single payload.
             [slot], [nbytes], zeros = slots.tolist(), sizes.tolist(), np.zeros(1, np.int64)
             tables, is_of_dtype = (
                 self.rounds.slots.table[slots],
-                forms[0][1] in (torch.uint8, self._dtypes[slot]),
+                payload_types[0][1] in (torch.uint8, self._dtypes[slot]),
             )
             fits = is_of_dtype and nbytes == self.rounds.slots.nbytes[slot]
             return SliceLocations(tables, zeros, zeros, [] if fits else [0], [(int(tables[0]), nbytes)])
@@ -620,7 +624,7 @@ class Namespace:
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
         if len(unknown):
             raise ProtocolError(f"slice {unknown[0]} of namespace {self.name!r} is not on this server")
-        lengths = np.array([nbytes for nbytes, _ in forms], np.int64)
+        lengths = np.array([nbytes for nbytes, _ in payload_types], np.int64)
         ends, starts, total = np.cumsum(lengths), np.cumsum(sizes) - sizes, int(lengths.sum())
         which = np.minimum(np.searchsorted(ends, starts, side="right"), len(lengths) - 1)
         if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
@@ -628,7 +632,9 @@ class Namespace:
         # 2. Compare sizes and dtypes with the slots, and count the bytes of each table.
         tables = self.rounds.slots.table[slots]
         of_slots = zip(slots.tolist(), which.tolist(), strict=True)
-        is_wrong = np.array([forms[at][1] not in (torch.uint8, self._dtypes[slot]) for slot, at in of_slots])
+        is_wrong = np.array(
+            [payload_types[at][1] not in (torch.uint8, self._dtypes[slot]) for slot, at in of_slots]
+        )
         distinct = np.flatnonzero(np.bincount(tables))
         received = np.bincount(tables, sizes).astype(np.int64)[distinct]
         return SliceLocations(

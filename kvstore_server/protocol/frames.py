@@ -4,7 +4,8 @@
     body         control kinds: one msgpack list (`pack_control`); data kinds as below, in 64-bit numbers
 
     contribute   numbers of pushes and commits, rescale, timeout, hold; the matrix of pushes; that of commits
-                 then, unless all are empty, msgpack [form, hyper-parameters, absent keys, client state] | the payloads
+                 then, unless all are empty, msgpack [encoding, hyper-parameters, absent keys, client state] |
+                 the payloads
     pull         timeout, round; the numbers of the tables
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
@@ -189,7 +190,7 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
         bodies[0].locations = body.locations
         return bodies
     *others, last = [
-        m.Contribute(body.pushes[cut], tuple(own), _NO_COMMITS, body.form, timeout=body.timeout)
+        m.Contribute(body.pushes[cut], tuple(own), _NO_COMMITS, body.encoding, timeout=body.timeout)
         for cut, own in zip(cuts, payloads, strict=True)
     ]
     return [*others, replace(body, pushes=last.pushes, payloads=last.payloads)]
@@ -360,8 +361,8 @@ def _freeze_value(value: Any) -> Any:
 def _encode_contribute(body: m.Contribute) -> list[bytes]:
     rescale = math.nan if body.rescale is None else body.rescale
     head = _CONTRIBUTE.pack(len(body.pushes), len(body.commits), rescale, body.timeout, body.hold)
-    has_extra = body.form or body.hyper or body.absent or body.client_state
-    extra = pack_control([body.form, body.hyper, body.absent, body.client_state]) if has_extra else b""
+    has_extra = body.encoding or body.hyper or body.absent or body.client_state
+    extra = pack_control([body.encoding, body.hyper, body.absent, body.client_state]) if has_extra else b""
     return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes(), extra))]
 
 
@@ -387,20 +388,22 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
     payload, factor = _read_payload(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
-    form, hyper, absent, state = _decode_extra(body[size:]) if nbytes > size else (b"", b"", (), b"")
-    return m.Contribute(pushes, (payload,), commits, form, hyper, absent, factor, timeout, hold, state)
+    encoding, hyper, absent, state = _decode_extra(body[size:]) if nbytes > size else (b"", b"", (), b"")
+    return m.Contribute(pushes, (payload,), commits, encoding, hyper, absent, factor, timeout, hold, state)
 
 
 def _decode_extra(packed: memoryview) -> tuple[bytes, bytes, tuple[tuple[int, int], ...], bytes]:
     extra = unpack_control(packed)
     if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list, bytes]):
-        raise ProtocolError("a contribution must name [form, hyper-parameters, absent keys, client state]")
-    form, hyper, absent, state = extra
+        raise ProtocolError(
+            "a contribution must name [encoding, hyper-parameters, absent keys, client state]"
+        )
+    encoding, hyper, absent, state = extra
     if len(state) > m.MAX_CLIENT_STATE:
         raise ProtocolError(f"a client state has {len(state)} bytes; up to {m.MAX_CLIENT_STATE} are allowed")
     if not all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in absent):
         raise ProtocolError("the absent keys of a commit must be a list of (table, key)")
-    return form, hyper, tuple([(table, key) for table, key in absent]), state
+    return encoding, hyper, tuple([(table, key) for table, key in absent]), state
 
 
 def _encode_resolve(resolve: m.Resolve) -> list[bytes]:

@@ -96,7 +96,7 @@ class Register:
     """The plan's digest; a server that has a table with the same one needs no keys."""
     one_server: bool = False
     """Whether the whole table is on one server."""
-    delta_form: bytes = b""
+    delta_encoding: bytes = b""
     """The encoding of new weights: msgpack of the `Codec.spec()` of their changes; empty: plain."""
 
 
@@ -120,7 +120,7 @@ ALL_FLAGS = (1 << 12) - 1
 WANTS_WEIGHTS: answer with the new weights. VETOES: this rank's gradients are not finite, so the round ends without an
 update, on every server and for every rank. ASSIGNS: the lowest rank's values replace the weights and no optimizer
 runs; every rank must set it. HAS_JOINED: this rank has no more data, and contributes nothing until all ranks have
-joined. WANTS_DELTA: send only what has changed since this rank's version: rows, or changes in the table's form.
+joined. WANTS_DELTA: send only what has changed since this rank's version: rows, or changes as the table encodes them.
 WANTS_HALF: new weights may be sent as bfloat16. DISCARD_EAGER: ignore slices of generation 0, which this rank pushed
 before it knew what it would give. MAPS_WEIGHTS: this worker maps weights; send only the locations of slices that
 can be mapped (synchronous rounds). LOCATIONS_CACHED: it still maps all slices that ever had one, where it was told.
@@ -163,7 +163,7 @@ class Contribute:
     """(slot, round, generation, bytes) of each slice. A part of a slice, see `PART`, is sent alone, and in order."""
     payloads: tuple[Tensor, ...]
     """Flat: the bytes of the slices in order, each within one payload: whole slots with their padding, unless there is
-    a `form`.
+    an `encoding`.
     """
     commits: Matrix
     """(table, round, slices given, sum of their generations, version, flags) of each round.
@@ -171,7 +171,7 @@ class Contribute:
     The count and the sum tell a server whether a slice is missing. The version is that of the weights that this rank
     computed with; -1 if it has none of this server.
     """
-    form: bytes = b""
+    encoding: bytes = b""
     """The encoding of the payloads: msgpack of `Codec.spec()` or of {"type": "rows"}; empty: plain numbers."""
     hyper: bytes = b""
     """msgpack of the hyper-parameters from this round on; empty if unchanged."""
@@ -395,7 +395,7 @@ WHOLE, ROWS, VALUES, HALF, DELTA = range(5)
 """The contents of a part: WHOLE, the whole slice; ROWS, changed rows as packed by `rows`, of as many slices as it says
 (empty if none changed in any slice of the key on this server); VALUES, only the values of the requested rows; HALF,
 the whole slice rounded to bfloat16; DELTA, changes of the slice since the worker's version, one after the other,
-encoded in the table's `delta_form`.
+encoded in the table's `delta_encoding`.
 """
 
 

@@ -161,7 +161,7 @@ class Referee:
         return [(to, [m.Pending(()) if isinstance(body, m.Heartbeat) else m.Status()])]
 
     def _contribute(self, sender: Worker, to: To, body: m.Contribute, now: float) -> Told | None:
-        codec = b"" if body.form == PACKED_ROWS else body.form
+        codec = b"" if body.encoding == PACKED_ROWS else body.encoding
         told: Told = []
         is_announcement = len(body.commits) > 0 and body.commits[0, 5] & m.DECLARES_INTENT
         pushes = [] if is_announcement else body.pushes.tolist()

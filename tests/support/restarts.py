@@ -157,7 +157,7 @@ class Job:
             form = b"" if case.pull_codec is None else pack_control(make_codec(case.pull_codec).spec())
             for at, plan in enumerate(case.plans):
                 specs = tuple(tuple(spec) for spec in plan.specs)
-                yield rank, 3 + at, m.Register(f"t{at}", specs, case.whole_keys, delta_form=form)  # type: ignore[arg-type]
+                yield rank, 3 + at, m.Register(f"t{at}", specs, case.whole_keys, delta_encoding=form)  # type: ignore[arg-type]
 
     def _round(self, round_: int, ranks: Sequence[int]) -> Iterator[tuple[int, int, m.RequestBody]]:
         case, first = self.case, 100 * (round_ + 1)

@@ -169,7 +169,7 @@ def test_what_is_sent_in_half_precision_goes_in_parts_and_gives_the_same_bits_as
     parts, send = [], Line.send
 
     def note(line: Line, server: int, request: m.Request, priority: int = 0) -> None:
-        if isinstance(request.body, m.Contribute) and request.body.form and len(request.body.pushes) == 1:
+        if isinstance(request.body, m.Contribute) and request.body.encoding and len(request.body.pushes) == 1:
             parts.append(m.unpack_slot(int(request.body.pushes[0, 0]))[1])
         send(line, server, request, priority)
 

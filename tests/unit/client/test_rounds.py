@@ -362,7 +362,7 @@ def sent(servers: Scripted) -> list[tuple[str, list[int]]]:
     """(codec or "", bytes of each slice) of every message with slices."""
     bodies = [body for body in servers.bodies(m.Contribute) if isinstance(body, m.Contribute)]
     return [
-        (unpack_control(body.form)["type"] if body.form else "", body.pushes[:, 3].tolist())
+        (unpack_control(body.encoding)["type"] if body.encoding else "", body.pushes[:, 3].tolist())
         for body in bodies
         if len(body.pushes)
     ]

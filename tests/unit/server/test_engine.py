@@ -43,7 +43,7 @@ def test_a_contribution_without_rows_that_arrives_twice_counts_once() -> None:
     empty = RowSet(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2))
     payload = encode_rows(plan, plan.slices[0], {0: empty})
     for _ in range(2):
-        assert job.ask(0, contribution([(0, payload)], 1, form=PACKED_ROWS)) == []
+        assert job.ask(0, contribution([(0, payload)], 1, encoding=PACKED_ROWS)) == []
     assert kinds(job.commit(0, 1, pushed=True)) == [m.Done]
     assert job.total == [0.0]
 

@@ -100,7 +100,7 @@ def test_a_worker_that_shares_memory_can_change_numbers_that_it_gave_and_not_wha
 ) -> None:
     service = Recording()
     server = Server(service, ServerOptions())  # type: ignore[arg-type]
-    body = contribution([(0, bytes(3000))], 1, form=form)
+    body = contribution([(0, bytes(3000))], 1, encoding=form)
     head, *rest = encode(m.Request(1, 1, 1, body))
     shared = bytearray(rest[-1])
     server._answer(b"peer", [head, *rest[:-1], shared])

@@ -253,7 +253,7 @@ class Job:
     def push(self, records: Sequence[tuple[int, bytes]]) -> None:
         """Send records, (slot, bytes) each, as the first round, and commit it; raises what the server answers."""
         payloads = [(slot, torch.frombuffer(bytearray(data), dtype=torch.uint8)) for slot, data in records]
-        self.client._session.call(0, contribution(payloads, 1, 0, len(records), form=PACKED_ROWS))
+        self.client._session.call(0, contribution(payloads, 1, 0, len(records), encoding=PACKED_ROWS))
 
     def pull(self, ids: bytes, key: int = 0) -> None:
         self.client._session.call(0, m.PullRows(0, key, ids, 1.0))
