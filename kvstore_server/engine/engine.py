@@ -559,16 +559,16 @@ class Engine:
             ended = space.batch_of(np.array(before + applied, np.int64))
         # 2. Collect the answers, one for each waiting request, before the trackers forget the requests.
         answers: list[Answer] = []
-        for rank, given in tracker.inputs.items():
-            answers += _list_answers(tracker, rank, given, ended, is_plain=not applied)
+        for rank, inputs in tracker.inputs.items():
+            answers += _list_answers(tracker, rank, inputs, ended, is_plain=not applied)
         if space.absent:
             space.forget_absent(ended.number_list)
         space.note_tables(ended.number_list)
         # 3. Close the rounds, and advance the clocks of asynchronous ranks.
         space.log_rounds("applied", tracker, ended.tables)
         tracker.finish(ended.numbers, ended.all_slots)
-        for rank, given in tracker.inputs.items() if not is_shared else ():
-            for number, flag in zip(ended.number_list, given.flags[ended.numbers].tolist(), strict=True):
+        for rank, inputs in tracker.inputs.items() if not is_shared else ():
+            for number, flag in zip(ended.number_list, inputs.flags[ended.numbers].tolist(), strict=True):
                 space.rounds.advance(rank, number)
                 space.waits.contributed(number, rank, now)
                 if flag & m.HAS_JOINED:
@@ -610,9 +610,9 @@ class Engine:
                 out += rest or ()
                 return True
             space.log_rounds("held", tracker, [table])
-            for given in tracker.inputs.values():  # those that have data and want to decide
-                waiter, said = given.waiters[number], given.infos[number]
-                if waiter is not None and said is not None and said.hold and table.held:
+            for inputs in tracker.inputs.values():  # those that have data and want to decide
+                waiter, info = inputs.waiters[number], inputs.commit_infos[number]
+                if waiter is not None and info is not None and info.hold and table.held:
                     out += _answer_norms(table, tracker.number(number), waiter, table.held.sum.partials)
         except KVStoreError as error:
             out += self._fail(space, tracker, table, error)
@@ -644,7 +644,7 @@ class Engine:
         # 2. Agree on the hyper-parameters of each table. Ranks that disagree make only that table's round fail.
         packed: list[bytes] = []
         hypers: list[Sequence[Mapping[str, Any]]] = []
-        left: list[int] = []
+        agreed: list[int] = []
         for table in batch.tables:
             try:
                 hyper = table.hyper.common(tracker.inputs)
@@ -653,22 +653,23 @@ class Engine:
                 out += self._fail(space, tracker, table, error)
             else:
                 packed.append(hyper)
-                left.append(table.number)
-        if not left:
+                agreed.append(table.number)
+        if not agreed:
             return None, others
-        if len(left) < len(batch.number_list):
-            batch = space.batch_of(np.array(left))
+        if len(agreed) < len(batch.number_list):
+            batch = space.batch_of(np.array(agreed))
         # 3. Sum and update all of them at once.
         try:
             first = batch.number_list[0]  # in a batch each rank's terms are the same for all tables
             ranks = tracker.inputs.values()
-            given = [
-                space.contribution(one.infos[first], optimizer, one.runs(batch.all_slots)) for one in ranks
+            contributions = [
+                space.contribution(one.commit_infos[first], optimizer, one.runs(batch.all_slots))
+                for one in ranks
             ]
             if optimizer is None:
-                space.shard.assign_sum(given)
+                space.shard.assign_sum(contributions)
             else:
-                space.shard.update(given, optimizer, hypers, [table.unit for table in batch.tables])
+                space.shard.update(contributions, optimizer, hypers, [table.unit for table in batch.tables])
         except KVStoreError as error:  # nothing has changed
             for table in batch.tables:
                 out += self._fail(space, tracker, table, error)
@@ -696,7 +697,7 @@ class Engine:
             table.apply_held(decision)
         else:
             optimizer = space.optimizer.agreed()
-            found = [(rank, space.given(rank, tracker, table, optimizer)) for rank in tracker.inputs]
+            found = [(rank, space.rank_commit(rank, tracker, table, optimizer)) for rank in tracker.inputs]
             parts = {rank: part for rank, part in found if part is not None}
             updater = self.updaters.get(space.name)
             if table.hold(parts, optimizer, updater):
@@ -706,7 +707,7 @@ class Engine:
             whose = ALL if is_shared else found[0][0]
             table.apply(whose, round_, parts, optimizer, updater, without)
         if trace is not None:
-            nbytes = sum(part.given.nbytes for part in parts.values())
+            nbytes = sum(part.contribution.nbytes for part in parts.values())
             described = {"round": round_, "ranks": tracker.num_members, "bytes": nbytes}
             trace.add(table.name, ROUNDS, start, ROUND_LANE, described)
         return True
@@ -902,13 +903,13 @@ class Engine:
             space.check_named("declaration", range(len(register.specs)))
             table = space.register(sender.rank, register)
         except PlanMismatchError as error:
-            told = [_make_failed(sender.waiter, error)]
+            answers = [_make_failed(sender.waiter, error)]
             for table in space.tables:
                 if table.conflict is error:
                     space.note_tables([table.number])
                 if table.conflict is error and shared.num_committed[table.number]:
-                    told += self._fail(space, shared, table, error)
-            return told
+                    answers += self._fail(space, shared, table, error)
+            return answers
         if isinstance(table, int):
             return _make_info(sender, {"keys": table})
         slot, number = int(space.rounds.slots.first[table.number]), table.number
@@ -1151,20 +1152,20 @@ class Engine:
 
 
 def _list_answers(
-    tracker: RoundTracker, rank: int, given: RankInputs, ended: TableBatch, is_plain: bool
+    tracker: RoundTracker, rank: int, inputs: RankInputs, ended: TableBatch, is_plain: bool
 ) -> list[Answer]:
     """List a rank's answers about ended rounds; `is_plain` if all of them were applied in one batch."""
-    flags = given.flags[ended.numbers].tolist()
-    waiters = list(map(given.waiters.__getitem__, ended.number_list))
+    flags = inputs.flags[ended.numbers].tolist()
+    waiters = list(map(inputs.waiters.__getitem__, ended.number_list))
     first = waiters[0] if is_plain and flags and flags[0] in _WHOLE else None
     if first is not None and flags.count(flags[0]) == len(flags) == waiters.count(first):
         return [Answer(rank, first, flags[0], [], 0.0)]
-    rounds, versions = tracker.numbers[ended.numbers].tolist(), given.version[ended.numbers].tolist()
+    rounds, versions = tracker.numbers[ended.numbers].tolist(), inputs.version[ended.numbers].tolist()
     found: dict[Waiter, Answer] = {}
     for waiter, *row in zip(waiters, ended.number_list, rounds, versions, flags, strict=True):
-        said = given.infos[row[0]]
-        if waiter is not None and said is not None:
-            own = found.setdefault(waiter, Answer(rank, waiter, None, [], said.timeout))
+        info = inputs.commit_infos[row[0]]
+        if waiter is not None and info is not None:
+            own = found.setdefault(waiter, Answer(rank, waiter, None, [], info.timeout))
             own.commits.append(Committed(*row))
     return list(found.values())
 
@@ -1259,8 +1260,8 @@ def _answer_pull(
 
 
 def _answer_norms(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:
-    told = tuple([(one.slice, one.value) for one in partials])
-    return _make_reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
+    norms = tuple([(one.slice, one.value) for one in partials])
+    return _make_reply(waiter, m.Held(table.number, round_, norms, all(one.is_finite for one in partials)))
 
 
 def _delay_request(space: Namespace, wait: DelayedRequest, now: float) -> list[m.Outgoing]:

@@ -658,20 +658,20 @@ class Namespace:
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
-    def given(
+    def rank_commit(
         self, rank: int, tracker: RoundTracker, table: Table, optimizer: Optimizer | None
     ) -> RankCommit | None:
         """Return what a rank committed to the open round of a table; None if it has joined."""
-        given, number, unit = tracker.of(rank), table.number, table.unit
-        flags, said = int(given.flags[number]), given.infos[number]
-        assert said is not None
+        inputs, number, unit = tracker.of(rank), table.number, table.unit
+        flags, info = int(inputs.flags[number]), inputs.commit_infos[number]
+        assert info is not None
         if flags & m.HAS_JOINED:
             return None
         # Messages number keys by table, the shard numbers them over all tables.
         absent = frozenset(unit.first_key + key for key in self.absent.get((number, rank), ()))
-        runs = given.runs(np.arange(unit.first, unit.end))
-        contribution = self.contribution(said, optimizer, runs, absent)
-        return RankCommit(contribution, flags, int(given.version[number]), said.hold)
+        runs = inputs.runs(np.arange(unit.first, unit.end))
+        contribution = self.contribution(info, optimizer, runs, absent)
+        return RankCommit(contribution, flags, int(inputs.version[number]), info.hold)
 
     def can_batch(self, tracker: RoundTracker, batch: TableBatch, optimizer: Optimizer | None) -> list[bool]:
         """Return for each table, whose round is complete, whether one batched update can apply it.
@@ -685,32 +685,32 @@ class Namespace:
             one.is_initialised and one.held is None and one.pipelined is None and one.number not in left
             for one in batch.tables
         ]
-        for given in tracker.inputs.values():
-            said: list[Any] = list(map(given.infos.__getitem__, batch.number_list))
-            first = said[0]
-            if not first.is_plain or said.count(first) < len(said):
-                same = [one.is_plain and one.rescale == first.rescale for one in said]
+        for inputs in tracker.inputs.values():
+            infos: list[Any] = list(map(inputs.commit_infos.__getitem__, batch.number_list))
+            first = infos[0]
+            if not first.is_plain or infos.count(first) < len(infos):
+                same = [one.is_plain and one.rescale == first.rescale for one in infos]
                 found = [a and b for a, b in zip(found, same, strict=True)]
         return found
 
     def contribution(
         self,
-        said: CommitInfo | Intent | None,
+        info: CommitInfo | Intent | None,
         optimizer: Optimizer | None,
-        given: Iterable[Piece],
+        pieces: Iterable[Piece],
         absent: frozenset[int] = NO_KEYS,
     ) -> RankContribution:
-        """Build a contribution from what a rank gave to some slots.
+        """Build a contribution from what a rank gave to some slots (`pieces`).
 
         Args:
-            said: The terms of its commit; without a factor, that of the optimizer applies.
+            info: The terms of its commit; without a factor, that of the optimizer applies.
             absent: The keys that it leaves out, as the shard numbers them.
         """
-        assert said is not None
-        runs, are_plain, scale = list[Run](), True, said.rescale
+        assert info is not None
+        runs, are_plain, scale = list[Run](), True, info.rescale
         if scale is None:
             scale = 1.0 if optimizer is None else optimizer.rescale_grad
-        for first, end, source, begin, last in given:
+        for first, end, source, begin, last in pieces:
             if isinstance(source, Tensor):
                 source = part_of(source, begin, last)
                 # Arrived as bytes; the slot knows the dtype.

@@ -110,7 +110,7 @@ def _begin_round(space: Namespace, table: Table) -> None:
     """Begin to pipeline a table's round if all ranks have declared it and the table and optimizer allow it."""
     # 1. All ranks must have declared an intent, and the table must be usable.
     tracker, number = space.rounds.shared, table.number
-    intents = {r: given.intents[number] for r, given in tracker.inputs.items() if number in given.intents}
+    intents = {r: inputs.intents[number] for r, inputs in tracker.inputs.items() if number in inputs.intents}
     is_ready = table.is_initialised and table.conflict is None and space.recording.active is None
     if len(intents) < tracker.num_members or not is_ready:
         return
@@ -224,19 +224,21 @@ def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange
         ranks = [(space.rounds.shared.inputs[rank], intent) for rank, intent in state.intents.items()]
         how = state.optimizer, state.hypers, table.unit
         if len(whole):
-            given = [space.contribution(intent, state.optimizer, own.runs(whole)) for own, intent in ranks]
-            table.shard.update_some(given, *how)
+            contributions = [
+                space.contribution(intent, state.optimizer, own.runs(whole)) for own, intent in ranks
+            ]
+            table.shard.update_some(contributions, *how)
         for one in portions:
             if not one.is_whole:
                 part = space.shard.storage.slots[one.slot].slice.dtype, one.begin, one.end
                 at = one.slot - table.unit.first
-                given = [
+                contributions = [
                     space.contribution(
                         intent, state.optimizer, own.part(one.slot, int(intent.arrivals[at]), *part)
                     )
                     for own, intent in ranks
                 ]
-                table.shard.update_part(given, *how, one.slot, one.begin, one.end)
+                table.shard.update_part(contributions, *how, one.slot, one.begin, one.end)
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)
         roll_back(space, table)
@@ -251,9 +253,9 @@ def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange
 def _send_weights(
     space: Namespace, table: Table, portions: Sequence[SlotRange], ranks: Iterable[Intent]
 ) -> list[m.Outgoing]:
-    told = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
-    bodies = {half: _build_weights(space, table, portions, half) for half in {half for _, half in told}}
-    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in told]
+    waiting = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
+    bodies = {half: _build_weights(space, table, portions, half) for half in {half for _, half in waiting}}
+    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in waiting]
 
 
 def _build_weights(space: Namespace, table: Table, portions: Sequence[SlotRange], half: bool) -> m.Weights:
@@ -289,13 +291,13 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
     assert state is not None
     is_as_declared = state.undo is not None and (number not in {of for of, _ in space.absent})
     for rank, one in state.intents.items():
-        given = tracker.of(rank)
-        info, flags = given.infos[number], int(given.flags[number]) | m.DECLARES_INTENT
+        inputs = tracker.of(rank)
+        info, flags = inputs.commit_infos[number], int(inputs.flags[number]) | m.DECLARES_INTENT
         # The commit must have the same terms and flags as the intent.
         is_as_declared &= (
             info is not None and info.is_plain and (info.rescale, flags) == (one.rescale, one.flags)
         )
-        is_as_declared &= _fits_intent(table, state, one, given.arrivals[table.unit.first : table.unit.end])
+        is_as_declared &= _fits_intent(table, state, one, inputs.arrivals[table.unit.first : table.unit.end])
     try:
         is_as_declared &= table.hyper.common(state.intents) == state.hyper
     except KVStoreError:
@@ -307,13 +309,13 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         roll_back(space, table)
         return None
     # 3. Answer. Ranks that received the other slices get the rest; all others are answered as in any round.
-    told = []
+    answered = []
     for rank, one in state.intents.items():
         waiters = tracker.of(rank).waiters
         if _wants_bytes(one) and waiters[number] == one.waiter:
-            told.append(one)
+            answered.append(one)
             waiters[number] = None
-    out = _send_weights(space, table, left, told)
+    out = _send_weights(space, table, left, answered)
     table.pipelined = None
     space.rounds.pipelined.discard(number)
     table.shard.release_former(table.unit)
@@ -346,7 +348,7 @@ def roll_back_for_read(space: Namespace, rank: int, tables: Iterable[int]) -> No
 
 def roll_back_broken(space: Namespace) -> None:
     """Roll back rounds that depend on an intent of a replaced process that it did not commit."""
-    given = space.rounds.shared.inputs.values()
+    ranks = space.rounds.shared.inputs.values()
     for number in list(space.rounds.pipelined):
-        if not all(one.committed[number] or number in one.intents for one in given):
+        if not all(one.committed[number] or number in one.intents for one in ranks):
             roll_back(space, space.tables[number])

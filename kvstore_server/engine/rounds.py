@@ -262,7 +262,7 @@ class RankInputs:
         self._slots = slots
         self.committed = np.zeros(0, np.bool_)
         self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self.infos: list[CommitInfo | None] = []
+        self.commit_infos: list[CommitInfo | None] = []
         self.waiters: list[Waiter | None] = []
         self.intents: dict[int, Intent] = {}
         """Table → the intent declared for its open round."""
@@ -294,7 +294,7 @@ class RankInputs:
             _grow_array(self.arrivals, slots, 0),
             _grow_array(self._offsets, slots, 0),
         )
-        self.infos += [None] * (tables - len(self.infos))
+        self.commit_infos += [None] * (tables - len(self.commit_infos))
         self.waiters += [None] * (tables - len(self.waiters))
         self._buffers += [None] * (slots - len(self._buffers))
 
@@ -370,7 +370,7 @@ class RankInputs:
         for slot in self.partial.keys() & set(slots.tolist()) if self.partial else ():
             del self.partial[slot]
         for table in tables.tolist():
-            self.infos[table] = self.waiters[table] = None
+            self.commit_infos[table] = self.waiters[table] = None
         for table in self.intents.keys() & set(tables.tolist()) if self.intents else ():
             del self.intents[table]
 
@@ -591,7 +591,7 @@ class RoundTracker:
         is_plain = not (body.hold or any_flags & _SPECIAL)
         info = CommitInfo(body.rescale, body.timeout, body.hold, is_plain, now)
         for table in fresh:
-            inputs.infos[table] = info
+            inputs.commit_infos[table] = info
         inputs.committed[tables] = True
         inputs.version[tables], inputs.flags[tables] = versions, flags
         self.num_committed[tables] += 1
@@ -644,13 +644,13 @@ class RoundTracker:
 
     def times(self, table: int) -> tuple[float, float]:
         """Return since when the open round is waited for, and the earliest deadline of its waiters, or inf."""
-        infos = [info for inputs in self.inputs.values() if (info := inputs.infos[table]) is not None]
+        infos = [info for inputs in self.inputs.values() if (info := inputs.commit_infos[table]) is not None]
         since = min((info.since for info in infos), default=math.inf)
         return since, min((info.since + info.timeout for info in infos), default=math.inf)
 
     def oldest(self) -> list[int]:
         """Return the table whose open round has been waited for longest; an empty list if no rank waits."""
-        every = [enumerate(inputs.infos) for inputs in self.inputs.values()]
+        every = [enumerate(inputs.commit_infos) for inputs in self.inputs.values()]
         infos = [(info.since, table) for of_rank in every for table, info in of_rank if info is not None]
         return [min(infos)[1]] if infos else []
 
@@ -686,7 +686,9 @@ class RoundTracker:
         if not len(tables):
             return
         one = tables[0]
-        since = {rank: info.since for rank, inputs in self.inputs.items() if (info := inputs.infos[one])}
+        since = {
+            rank: info.since for rank, inputs in self.inputs.items() if (info := inputs.commit_infos[one])
+        }
         first, last = min(since.values(), default=0.0), max(since.values(), default=0.0)
         for rank, at in since.items():
             self.lateness[rank] += at - first

@@ -54,7 +54,7 @@ ALL = -1
 class RankCommit(NamedTuple):
     """One rank's committed contribution to a round of a table."""
 
-    given: RankContribution
+    contribution: RankContribution
     flags: int = 0
     version: int = -1
     hold: float = 0.0
@@ -210,9 +210,9 @@ class Table:
                 "and an optimizer that the store runs"
             )
         hyper = self.hyper.common(parts)
-        given = [part.given for part in parts.values()]
-        hypers = self.hypers(given, optimizer, hyper)
-        held = self.shard.hold(given, optimizer, hypers, norm_type, self.unit)
+        contributions = [part.contribution for part in parts.values()]
+        hypers = self.hypers(contributions, optimizer, hyper)
+        held = self.shard.hold(contributions, optimizer, hypers, norm_type, self.unit)
         self.held = HeldRound(optimizer, hyper, hypers, held)
         return True
 
@@ -272,27 +272,27 @@ class Table:
     def _change(
         self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None, hyper: bytes, is_lane: bool
     ) -> RoundEnd:
-        given = [part.given for part in parts.values()]
+        contributions = [part.contribution for part in parts.values()]
         if updater is not None:
-            self.shard.call_updater(self.unit, given, updater)
+            self.shard.call_updater(self.unit, contributions, updater)
         elif optimizer is not None:
-            hypers = self.hypers(given, optimizer, hyper)
+            hypers = self.hypers(contributions, optimizer, hyper)
             if is_lane:
                 hypers = self._delayed(parts, optimizer, hypers)
-            self._update(given, optimizer, hypers)
+            self._update(contributions, optimizer, hypers)
         elif not self.mode.is_sync:
             raise ConfigurationError(
                 f"{self.name!r} got a contribution in {self.mode.name} mode but has no optimizer to apply it; call "
                 "set_optimizer on every worker before the first push"
             )
         else:
-            self.shard.assign_sum(given)
-        return self._applied(given, hyper)
+            self.shard.assign_sum(contributions)
+        return self._applied(contributions, hyper)
 
     def _assign(self, round_: int, parts: Parts, is_lane: bool) -> None:
         rank, first = next(iter(parts.items()))
         updating = [r for r, part in parts.items() if not part.flags & m.ASSIGNS]
-        if is_lane and not first.given.runs:
+        if is_lane and not first.contribution.runs:
             return  # another rank's lane assigns the values
         if round_ and not is_lane and len(parts) < self.num_workers:
             raise PlanMismatchError(
@@ -306,13 +306,13 @@ class Table:
             )
         # After round 0, values of row-sparse keys may be left out: only servers have them.
         needed = self.plan.resident_slices_of(self.unit.server) if round_ else self.unit.slices
-        here = {slot for run in first.given.runs for slot in range(run.first, run.end)}
+        here = {slot for run in first.contribution.runs for slot in range(run.first, run.end)}
         missing = [slice_.index for slice_ in needed if self.unit.slots[slice_.index] not in here]
         if missing:
             raise ProtocolError(
                 f"rank {rank} gave table {self.name!r} values without its slices {missing[:8]}"
             )
-        self.shard.assign_sum([first.given._replace(scale=1.0)])
+        self.shard.assign_sum([first.contribution._replace(scale=1.0)])
         if self.deltas is not None:
             self.deltas.reset()
         self.is_initialised = True
@@ -354,12 +354,12 @@ class Table:
         reads[rank] = [*former, read or self.shard.copy_read(self.unit, self.version, others)]
 
     def hypers(
-        self, given: Sequence[RankContribution], optimizer: Optimizer, hyper: bytes
+        self, contributions: Sequence[RankContribution], optimizer: Optimizer, hyper: bytes
     ) -> Sequence[Mapping[str, Any]]:
         """Return the hyper-parameters with which the optimizer updates each key.
 
         Args:
-            given: The contributions to the round; empty if all ranks give all keys.
+            contributions: The contributions to the round; empty if all ranks give all keys.
             hyper: The effective hyper-parameters, as they were sent.
 
         Raises:
@@ -373,7 +373,7 @@ class Table:
         rate = None
         if optimizer.lr_scheduler is not None:
             # Each table counts its own updates, so neither other keys nor the number of servers matter.
-            count = optimizer.begin_num_update + self.shard.updates_after(self.unit, given)
+            count = optimizer.begin_num_update + self.shard.updates_after(self.unit, contributions)
             rate = float(optimizer.lr_scheduler(count))
         return self.hyper.effective(optimizer, hyper, rate)
 
@@ -394,13 +394,13 @@ class Table:
 
     def _update(
         self,
-        given: Sequence[RankContribution],
+        contributions: Sequence[RankContribution],
         optimizer: Optimizer,
         hypers: Sequence[Mapping[str, Any]],
         decision: Decision = UNCHANGED,
     ) -> None:
         try:
-            self.shard.update(given, optimizer, [hypers], [self.unit], decision)
+            self.shard.update(contributions, optimizer, [hypers], [self.unit], decision)
         except OptimizerError:
             raise  # the shard has undone it
         except Exception as error:
@@ -428,12 +428,14 @@ class Table:
         self.ends[ALL], self.last_rank = end, ALL
         return end
 
-    def _applied(self, given: Sequence[RankContribution], hyper: bytes) -> RoundEnd:
+    def _applied(self, contributions: Sequence[RankContribution], hyper: bytes) -> RoundEnd:
         keys = self.unit.keys
         # If any rank gave all keys, none was left out by all.
-        if all(one.absent for one in given):
+        if all(one.absent for one in contributions):
             first = self.unit.first_key  # a Shard numbers the keys of all of its tables
-            keys = frozenset(key for key in keys if any(first + key not in one.absent for one in given))
+            keys = frozenset(
+                key for key in keys if any(first + key not in one.absent for one in contributions)
+            )
         self.version += 1
         self.rounds_applied += 1
         self.keys_applied += len(keys)
