@@ -166,10 +166,10 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             )
             numbers = {one.name: getattr(flags, one.name, one.default) for one in fields(EngineConfig)}
             numbers["restart_timeout"] = 0.0  # unless the state outlives this process
-            place = {"server": flags.index, "run": secrets.randbits(62) | 1, "capability": capability()}
+            own = {"server": flags.index, "run_id": secrets.randbits(62) | 1, "capability": capability()}
             if not _listens_here(flags.bind):
-                place["spread_from"] = 0
-            server = make_server(EngineConfig(**{**numbers, **place}), options, environ=os.environ)
+                own["spread_from"] = 0
+            server = make_server(EngineConfig(**{**numbers, **own}), options, environ=os.environ)
         except (KVStoreError, ImportError) as error:
             is_missing = isinstance(error, ModuleNotFoundError)
             advice = "; is its folder the current one, or on PYTHONPATH?" if is_missing else ""

@@ -545,7 +545,7 @@ def make_plan(
     specs: Sequence[TensorSpec],
     num_servers: int,
     whole_keys: bool = False,
-    integers: bool = False,
+    allow_integers: bool = False,
     one_server: bool = False,
 ) -> Plan:
     """Lay out `specs` over `num_servers` servers.
@@ -556,7 +556,7 @@ def make_plan(
     """
     # 1. The size of slices follows from the size of the table.
     specs = tuple(specs)
-    check_specs(specs, num_servers, integers)
+    check_specs(specs, num_servers, allow_integers)
     _, shapes, dtypes, _, are_sparse = zip(*specs, strict=True)
     numel_of = {shape: math.prod(shape) for shape in set(shapes)}
     numels = list(map(numel_of.__getitem__, shapes))
@@ -601,8 +601,8 @@ def check_same(
             )
 
 
-def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = False) -> None:
-    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers; `integers` allows them."""
+def check_specs(specs: Sequence[TensorSpec], num_servers: int, allow_integers: bool = False) -> None:
+    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers."""
     if num_servers < 1:
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:
@@ -613,7 +613,7 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = 
         raise ConfigurationError(f"key {twice!r} appears twice; every key must be named once")
     if max(map(len, keys)) > MAX_NAME:
         check_name("a key", max(keys, key=len))
-    storable = {*ITEM_SIZE, *(INTEGERS if integers else ())}
+    storable = {*ITEM_SIZE, *(INTEGERS if allow_integers else ())}
     impossible = {shape for shape in set(shapes) if shape and min(shape) < 0}
     if impossible or not storable.issuperset(dtypes):
         for spec in specs:

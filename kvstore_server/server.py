@@ -157,12 +157,15 @@ def make_server(
             config = replace(config, restart_timeout=options.restart_timeout)
     if stored is not None:
         stored.head.check(config.server, config.num_servers, config.capability)
-        config, options = replace(config, run=stored.head.run), replace(options, bind=stored.head.endpoint)
+        config, options = (
+            replace(config, run_id=stored.head.run_id),
+            replace(options, bind=stored.head.endpoint),
+        )
     # 2. The engine, which workers of this host find by the run.
     engine = Engine(config, leases, clock, durability=durability)
     engine.budget.available = available_memory
     try:
-        listener = Listener(config.run, engine.is_session, engine.budget, leases, engine.look_at)
+        listener = Listener(config.run_id, engine.is_session, engine.budget, leases, engine.look_at)
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
@@ -172,7 +175,7 @@ def make_server(
     # 3. From here on everything is logged.
     if durability is not None:
         engine.begin_log(
-            Head(config.server, config.num_servers, config.capability, config.run, server.endpoint)
+            Head(config.server, config.num_servers, config.capability, config.run_id, server.endpoint)
         )
     if stored is not None:
         _log.warning(

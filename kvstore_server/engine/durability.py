@@ -57,14 +57,14 @@ class Head:
 
     Args:
         server, num_servers, capability: As in `EngineConfig`.
-        run: As in `EngineConfig`; the next process continues under the same number.
+        run_id: As in `EngineConfig`; the next process continues under the same number.
         endpoint: The address on which it listens.
     """
 
     server: int
     num_servers: int
     capability: str
-    run: int
+    run_id: int
     endpoint: str
 
     def check(self, server: int, num_servers: int, capability: str) -> None:
@@ -270,7 +270,7 @@ class Durability:
         fd = os.memfd_create("kvstore-log", os.MFD_CLOEXEC)
         log = Log(fd, generation)
         head = self._head
-        values = [head.server, head.num_servers, head.capability, head.run, head.endpoint]
+        values = [head.server, head.num_servers, head.capability, head.run_id, head.endpoint]
         log.append(_HEAD, pack([*values, self.memory.last, self._last_space]))
         kept = self._needed(namespaces)
         for number in sorted(kept):

@@ -264,7 +264,7 @@ class Engine:
             if answer is None and isinstance(body, m.GetStatus):
                 return _make_reply(waiter, m.Status(self._facts_at(now)))
             # 2. Everything else must come from an open session of this run of the server.
-            if request.run != self.config.run:
+            if request.run_id != self.config.run_id:
                 raise ServerLostState(
                     f"server {self.config.server} was restarted and no longer holds this job's weights; "
                     "restart the job from its last saved states"
@@ -586,7 +586,9 @@ class Engine:
                     if wanted == m.WANTS_WEIGHTS:
                         weights[wanted] = space.weights(ended, *ranks)
                     else:
-                        weights[wanted] = space.shown(ended, len(ranks), bool(wanted & m.LOCATIONS_CACHED))
+                        weights[wanted] = space.weights_to_map(
+                            ended, len(ranks), bool(wanted & m.LOCATIONS_CACHED)
+                        )
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[wanted])))
             else:
                 versions = [table.version for table in ended.tables]
@@ -1032,7 +1034,7 @@ class Engine:
 
     def _welcome(self, token: int) -> m.Welcome:
         config = self.config
-        return m.Welcome(config.run, token, config.spread_from, config.restart_timeout)
+        return m.Welcome(config.run_id, token, config.spread_from, config.restart_timeout)
 
     def _note_session(self, token: int) -> None:
         session = self._sessions.known(token)
@@ -1230,7 +1232,7 @@ def _answer_commits(
         out += _make_reply(waiter, m.Done(m.matrix(done, 3)))
     bodies: list[m.ReplyBody] = list(changed)
     for are_known, numbers in mapped.items():
-        bodies.append(space.shown(space.batch_of(np.array(numbers)), 1, are_known))
+        bodies.append(space.weights_to_map(space.batch_of(np.array(numbers)), 1, are_known))
     for half, numbers in wanted.items():
         bodies.append(space.weights(space.batch_of(np.array(numbers)), rank, half=half))
     return out + [one for body in bodies for one in _make_reply(waiter, body)]

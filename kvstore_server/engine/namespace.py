@@ -81,7 +81,7 @@ class EngineConfig:
     Args:
         server: Index of this server, from 0.
         num_servers: The number of servers of the job.
-        run: A non-zero number that identifies this server process.
+        run_id: A non-zero number that identifies this server process.
         dead_after: Seconds of silence after which a worker counts as lost.
         rejoin_timeout: Seconds that the others wait for a process that takes over the rank of a lost worker, if the
             lost one said that another can continue.
@@ -94,7 +94,7 @@ class EngineConfig:
         max_namespaces: The most namespaces at a time.
         forget_after: Seconds of silence of all its workers after which a namespace is freed although it has weights.
         max_message_keys: The most keys, slices or tables in one message.
-        integers: Whether keys may be integers, which no optimizer can update.
+        allow_integers: Whether keys may be integers, which no optimizer can update.
         spread_from: A Trainer's table of at least this many bytes is spread over all servers; a smaller one is on a
             single server, because waking several servers on one host takes longer than summing so little.
         restart_timeout: Seconds that workers wait for a restart of this server, whose state outlives its process; 0: it
@@ -103,7 +103,7 @@ class EngineConfig:
 
     server: int = 0
     num_servers: int = 1
-    run: int = 1
+    run_id: int = 1
     dead_after: float = 20.0
     rejoin_timeout: float = 60.0
     slow_after: float = SLOW_AFTER
@@ -114,7 +114,7 @@ class EngineConfig:
     max_namespaces: int = 1024
     forget_after: float = 86400.0
     max_message_keys: int = KEYS_PER_MESSAGE
-    integers: bool = False
+    allow_integers: bool = False
     spread_from: int = 0
     restart_timeout: float = 0.0
 
@@ -331,10 +331,14 @@ class Namespace:
             return table
         # 4. A new table: check it, claim its memory, then create it. Nothing is changed before the claim succeeds.
         check_name("a table", register.table)
-        check_specs(specs, self.config.num_servers, self.config.integers)
+        check_specs(specs, self.config.num_servers, self.config.allow_integers)
         self._check_size(register.table, specs)
         plan = make_plan(
-            specs, self.config.num_servers, register.whole_keys, self.config.integers, register.one_server
+            specs,
+            self.config.num_servers,
+            register.whole_keys,
+            self.config.allow_integers,
+            register.one_server,
         )
         workers = self.membership.num_workers
         codec = _codec_of(register.delta_encoding) if register.delta_encoding else None
@@ -774,8 +778,8 @@ class Namespace:
         parts[:, 1] = table.version - 1
         return m.Weights(parts, tuple([weights.clone() for weights in kept]))
 
-    def shown(self, batch: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
-        """Return weights for ranks that map them: locations, or bytes. `are_known`: they know them."""
+    def weights_to_map(self, batch: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
+        """Return weights for ranks that map them, as locations or bytes. `are_known`: they know them."""
         storage, locations = self.shard.storage, batch.part_locations
         if storage.has_moved:
             locations = np.array([storage.location(slot) for slot in batch.resident_slots], np.int64)

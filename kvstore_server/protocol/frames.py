@@ -79,7 +79,7 @@ def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Te
         frames: Sequence[Frame] = [pack_control([getattr(body, name) for name, _ in _FIELDS[type(body)]])]
     else:
         code, frames = kind.code, kind.encode(body)
-    run, session = (message.run, message.session) if isinstance(message, m.Request) else (0, 0)
+    run, session = (message.run_id, message.session) if isinstance(message, m.Request) else (0, 0)
     longest = _HEADER.size + len(frames[0])
     if longest > MAX_FRAME:
         error = ProtocolError(

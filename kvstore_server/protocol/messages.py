@@ -366,7 +366,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    run: int
+    run_id: int
     session: int
     spread_from: int = 0
     """See `EngineConfig`; the smallest of all servers counts."""
@@ -557,7 +557,7 @@ ReplyBody: TypeAlias = (
 class Request(NamedTuple):
     """A message from a worker: the sender, and the number under which it expects the answer."""
 
-    run: int
+    run_id: int
     """The server process that the worker expects; 0 in Hello."""
     session: int
     number: int

@@ -127,7 +127,7 @@ class Client:
             state = "is registered already" if known.is_initialised else "could not be initialised before"
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
         check_name("a table", name)
-        plan = given if isinstance(given, Plan) else make_plan(given, 1, integers=True)
+        plan = given if isinstance(given, Plan) else make_plan(given, 1, allow_integers=True)
         one_server = plan.nbytes < spread_from
         return self.rounds.tables.add(name, plan.over(self.num_servers, whole_keys, one_server))
 
@@ -346,7 +346,7 @@ class LocalEngine:
     """One engine in this process, and the clients over it; it may hold integers. `client` is the store's own."""
 
     def __init__(self) -> None:
-        self._engine = Engine(EngineConfig(integers=True), clock=time.monotonic)
+        self._engine = Engine(EngineConfig(allow_integers=True), clock=time.monotonic)
         self._transport = Loopback([self._engine], time.monotonic)
         self.client = self._connect_client(self._transport, _KEYS)
 

@@ -359,7 +359,7 @@ class Session:
         welcome = self.call(server, hello, o.connect_timeout)
         failpoint("worker.connect.welcome")
         assert isinstance(welcome, m.Welcome)
-        self._tokens[server] = (welcome.run, welcome.session)
+        self._tokens[server] = (welcome.run_id, welcome.session)
         self.spread_from = min(self.spread_from, welcome.spread_from) if server else welcome.spread_from
         if welcome.restart_timeout > 0:
             self._absences.timeouts[server] = welcome.restart_timeout

@@ -248,7 +248,7 @@ class _Workers:
         )  # fmt: skip
         [welcome] = engine.handle(self._socket, m.Request(0, 0, 1, hello), now)
         assert isinstance(welcome.reply.body, m.Welcome)
-        self._alive = m.Request(welcome.reply.body.run, welcome.reply.body.session, 1, m.Heartbeat())
+        self._alive = m.Request(welcome.reply.body.run_id, welcome.reply.body.session, 1, m.Heartbeat())
 
     def are_gone(self, now: float) -> bool:
         self._engine.handle(self._socket, self._alive, now)

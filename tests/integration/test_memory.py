@@ -56,7 +56,7 @@ sys.exit(main(["--num-servers", "1", "--bind", "tcp://127.0.0.1:0"], announce))
 
 
 def new_engines() -> list[Engine]:
-    return [Engine(EngineConfig(server=server, num_servers=2, run=1)) for server in range(2)]
+    return [Engine(EngineConfig(server=server, num_servers=2, run_id=1)) for server in range(2)]
 
 
 def joined(

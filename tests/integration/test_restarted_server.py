@@ -52,7 +52,7 @@ class Peer:
     def ask(self, body: m.RequestBody) -> m.ReplyBody:
         """The last answer to a request, which is sent again while there is none."""
         self._number += 1
-        request = m.Request(self.welcome.run, self.welcome.session, self._number, body)
+        request = m.Request(self.welcome.run_id, self.welcome.session, self._number, body)
         for _ in range(int(LIMIT)):
             self._socket.send_multipart(encode(request))
             while self._socket.poll(1000):

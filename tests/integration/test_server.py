@@ -387,7 +387,7 @@ class _Reader:
         hello = m.Hello(new_name(), 0, 1, 0, 1, capability(), "here:1", bytes(16), (self._own,), mode)
         welcome = self._ask(m.Request(0, 0, 1, hello))
         assert isinstance(welcome, m.Welcome)
-        self._place = welcome.run, welcome.session
+        self._place = welcome.run_id, welcome.session
         specs = tuple((str(i), (1 << 18,), "float32", 0, False) for i in range(slices))
         table = self._ask(m.Request(*self._place, 2, m.Register("w", specs, False)))
         assert isinstance(table, m.Registered)

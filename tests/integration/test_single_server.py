@@ -71,7 +71,7 @@ def test_keys_of_the_verbs_are_spread_whatever_their_size(together: Servers) -> 
 
 def test_of_servers_that_differ_the_least_size_counts() -> None:
     engines = [
-        Engine(EngineConfig(at, 2, run=at + 1, spread_from=size)) for at, size in enumerate((1000, 500))
+        Engine(EngineConfig(at, 2, run_id=at + 1, spread_from=size)) for at, size in enumerate((1000, 500))
     ]
     client = client_of(2, engines)
     specs = {

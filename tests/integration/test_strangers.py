@@ -61,7 +61,7 @@ zmq.Socket.setsockopt = quick
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.server import ServerOptions, make_server
-server = make_server(EngineConfig(run=secrets.randbits(62) | 1, capability=capability()), ServerOptions())
+server = make_server(EngineConfig(run_id=secrets.randbits(62) | 1, capability=capability()), ServerOptions())
 signal.signal(signal.SIGTERM, lambda *_: server.request_stop())
 print(server.endpoint, flush=True)
 sys.stdin.readline()
@@ -310,7 +310,7 @@ def test_the_memory_of_a_message_that_was_refused_is_given_back(
 ) -> None:
     before = resident_bytes(server.pid)
     state = m.SliceState(0, 0, {}, bytes(256 << 20))
-    peer.send_multipart(encode(m.Request(run=1, session=1, number=5, body=state)))
+    peer.send_multipart(encode(m.Request(run_id=1, session=1, number=5, body=state)))
     assert isinstance(decode(_answer_of(peer))[3], m.Failed)
     assert eventually(lambda: resident_bytes(server.pid) - before < 32 << 20)
 
@@ -367,7 +367,7 @@ def test_requests_without_a_session_are_refused_whatever_they_ask(
     server: Process, peer: zmq.Socket[bytes]
 ) -> None:
     for body in _bodies()[1:]:
-        peer.send_multipart(encode(m.Request(run=1, session=1, number=5, body=body)))
+        peer.send_multipart(encode(m.Request(run_id=1, session=1, number=5, body=body)))
         reply = m.Reply(*decode(_answer_of(peer))[2:])
         assert reply.number == 5
         assert isinstance(reply.body, m.Failed)

@@ -87,7 +87,7 @@ class Referee:
         if not isinstance(body, m.Contribute) or len(
             body.commits
         ):  # did a push change anything, the next one shows it
-            self._look(process, (request.run, request.session), now)
+            self._look(process, (request.run_id, request.session), now)
             self._compare()
         return out
 

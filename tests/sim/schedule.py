@@ -156,7 +156,7 @@ class Schedule(ABC):
         self.options = self._options()
         tokens = partial(random.Random(seed).getrandbits, 64)
         self.servers = [
-            self._referee(self._engine(EngineConfig(server, NUM_SERVERS, run=server + 1), tokens))
+            self._referee(self._engine(EngineConfig(server, NUM_SERVERS, run_id=server + 1), tokens))
             for server in range(NUM_SERVERS)
         ]
 

@@ -466,7 +466,7 @@ class Worker:
         if (
             isinstance(body, m.Welcome) and server not in self.sessions
         ):  # else it has said hello more than once
-            self.sessions[server] = (body.run, body.session)
+            self.sessions[server] = (body.run_id, body.session)
             self._send(server, self._number(), m.SetOptimizer(self.options.optimizer))
             for name, specs, digest in zip("ab", SPECS, layout().digests, strict=True):
                 declared = tuple((s.key, s.shape, s.dtype, s.group, s.row_sparse) for s in specs)

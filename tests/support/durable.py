@@ -84,8 +84,8 @@ def durable_engine(
     kept = store.passed()
     try:
         stored = read_stored(kept)
-        run = config.run if stored is None else stored.head.run
-        durability, config = Durability(store, stored), replace(config, run=run, restart_timeout=60.0)
+        run = config.run_id if stored is None else stored.head.run_id
+        durability, config = Durability(store, stored), replace(config, run_id=run, restart_timeout=60.0)
         others = {} if tokens is None else {"tokens": tokens}
         engine = Engine(config, leases, durability=durability, **others)
         if stored is not None:

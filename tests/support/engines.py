@@ -29,7 +29,7 @@ from tests.support.messages import contribution
 
 def client_of(num_servers: int, engines: Sequence[Engine] | None = None) -> Client:
     """The only worker of a job with so many servers; `engines` gives their places to hold on to them."""
-    places = engines or [Engine(EngineConfig(i, num_servers, run=i + 1)) for i in range(num_servers)]
+    places = engines or [Engine(EngineConfig(i, num_servers, run_id=i + 1)) for i in range(num_servers)]
     client = Client(Loopback(places, time.monotonic), SessionOptions("job", 0, 1), time.monotonic)
     client.connect()
     return client

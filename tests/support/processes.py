@@ -250,7 +250,7 @@ def together(*calls: Callable[[], Any], seconds: float = LIMIT) -> list[Any]:
 
 def config_of_server(**options: Any) -> EngineConfig:
     """Make the configuration of a server whose socket on this host has a name of its own, whatever else runs."""
-    return EngineConfig(run=secrets.randbits(62) | 1, capability=capability(), **options)
+    return EngineConfig(run_id=secrets.randbits(62) | 1, capability=capability(), **options)
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class RestartedServer:
 
     def _start(self) -> Server:
         config, engine = self._config, self.engine
-        listener = Listener(config.run, engine.is_session, engine.budget, self._leases, engine.look_at)
+        listener = Listener(config.run_id, engine.is_session, engine.budget, self._leases, engine.look_at)
         if self._exports is not None:
             # The same memory, which the new process numbers in its own way.
             exports = listener._exports
@@ -161,7 +161,7 @@ class RestartedServer:
         if self._keeps_state:
             forget_open(self.engine)
         else:
-            self._config = replace(self._config, run=self._config.run + 2)
+            self._config = replace(self._config, run_id=self._config.run_id + 2)
             self.engine = self._new_engine()
 
 

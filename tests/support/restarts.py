@@ -80,7 +80,7 @@ class Job:
         self.sessions: dict[int, int] = {}
         self.answers: dict[tuple[int, int], list[m.ReplyBody]] = {}
         if self.store is None:
-            self.engine = Engine(EngineConfig(run=RUN), tokens=tokens)
+            self.engine = Engine(EngineConfig(run_id=RUN), tokens=tokens)
         else:
             self._start(tokens)
 
@@ -124,7 +124,7 @@ class Job:
         while True:
             try:
                 self.engine = durable_engine(
-                    self.store, EngineConfig(run=RUN), self.leases, now=_NOW, tokens=tokens
+                    self.store, EngineConfig(run_id=RUN), self.leases, now=_NOW, tokens=tokens
                 )
                 return
             except Crash:

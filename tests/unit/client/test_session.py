@@ -38,7 +38,7 @@ def test_every_request_carries_what_its_server_gave_at_the_welcome() -> None:
     session = servers.session()
     session.send(1, session.next_number(), m.Stats())
     [(to, request)] = servers.sent
-    assert (to, request.run, request.session) == (1, 1001, 11)
+    assert (to, request.run_id, request.session) == (1, 1001, 11)
     assert servers.heartbeats == [(1000, 10), (1001, 11)]
 
 

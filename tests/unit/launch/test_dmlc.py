@@ -185,7 +185,7 @@ class Group:
 
     def say(self, rank: int, body: m.RequestBody, now: float) -> None:
         session = self._sessions[rank]
-        self._engine.handle(bytes([rank]) * 16, m.Request(session.run, session.session, 2, body), now)
+        self._engine.handle(bytes([rank]) * 16, m.Request(session.run_id, session.session, 2, body), now)
 
     def are_gone(self, now: float) -> bool:
         self._engine.tick(now)

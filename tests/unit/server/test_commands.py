@@ -126,7 +126,7 @@ def test_a_command_runs_once_although_its_answer_is_lost_and_it_is_sent_again(ca
 
 def ask(engine: Engine, session: int, number: int, body: str, head: int = 7) -> m.ReplyBody:
     [out] = engine.handle(
-        PEER, m.Request(engine.config.run, session, number, m.Command(head, body.encode())), 0.0
+        PEER, m.Request(engine.config.run_id, session, number, m.Command(head, body.encode())), 0.0
     )
     return out.reply.body
 

@@ -74,7 +74,7 @@ def _wire(frames: list[Any]) -> list[bytearray]:
 
 @pytest.mark.parametrize("body", REQUESTS, ids=lambda body: type(body).__name__)
 def test_a_request_comes_out_as_it_went_in(body: Any) -> None:
-    request = m.Request(run=1 << 62, session=1 << 40, number=99, body=body)
+    request = m.Request(run_id=1 << 62, session=1 << 40, number=99, body=body)
     assert f.decode(_wire(f.encode(request))) == request
 
 

@@ -40,7 +40,7 @@ class Peer:
         )
         self.answer = self.ask(hello)
         if isinstance(self.answer, m.Welcome):
-            self._run, self._session = self.answer.run, self.answer.session
+            self._run, self._session = self.answer.run_id, self.answer.session
 
     def ask(self, body: m.RequestBody) -> m.ReplyBody:
         """The only answer."""

@@ -248,7 +248,7 @@ def test_a_sum_that_was_held_is_clipped_as_decided_and_a_key_without_a_gradient_
 
 def test_integers_take_no_factor_and_stay_as_they_are() -> None:
     shard = Shard()
-    unit = shard.add(make_plan([TensorSpec("k", (3,), "int64")], 1, integers=True))
+    unit = shard.add(make_plan([TensorSpec("k", (3,), "int64")], 1, allow_integers=True))
     given = given_to(shard, {0: torch.tensor([1, 2, 3])}, 0.5)
     with pytest.raises(ConfigurationError):
         shard.assign_sum([given])
