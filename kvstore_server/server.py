@@ -165,7 +165,7 @@ def make_server(
     engine = Engine(config, leases, clock, durability=durability)
     engine.budget.available = available_memory
     try:
-        listener = Listener(config.run_id, engine.is_session, engine.budget, leases, engine.look_at)
+        listener = Listener(config.run_id, engine.is_session, engine.budget, leases, engine.check_processes)
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None

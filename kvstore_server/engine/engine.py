@@ -72,8 +72,8 @@ from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, answer_and_record
 
 _log = logging.getLogger(__name__)
 
-_SMALL, _LOOK_PER_ITEM = 1000, 5e-5
-"""A namespace with more than `_SMALL` tables, waits and ranks is checked every `_LOOK_PER_ITEM` seconds per item, so
+_SMALL, _CHECK_PER_ITEM = 1000, 5e-5
+"""A namespace with more than `_SMALL` tables, waits and ranks is checked every `_CHECK_PER_ITEM` seconds per item, so
 that the checks take a bounded share of the time.
 """
 _MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
@@ -298,11 +298,11 @@ class Engine:
         """Fail waits that cannot succeed, log those that take long, and free namespaces whose workers are gone."""
         out: list[m.Outgoing] = []
         for space in list(self.namespaces.values()):
-            if now < space.next_look:
+            if now < space.next_check:
                 continue
             # What is large is looked at more rarely, so that it takes no more of the time.
             size = len(space.tables) + len(space.waits.all) + space.membership.num_workers
-            space.next_look = now + _LOOK_PER_ITEM * size if size > _SMALL else now
+            space.next_check = now + _CHECK_PER_ITEM * size if size > _SMALL else now
             if space.is_waiting():
                 out += self._fail_hopeless(space, now)
             silence = now - space.membership.last_heartbeat(now)
@@ -349,7 +349,7 @@ class Engine:
             )
         return out
 
-    def look_at(self, processes: Processes, now: float) -> None:
+    def check_processes(self, processes: Processes, now: float) -> None:
         """Record whether the processes of workers on this host are running."""
         # A worker whose process has ended is dead shortly after, even if it never said goodbye.
         for (peer, token), how in processes.ended().items():
@@ -360,7 +360,7 @@ class Engine:
                 if session.state is not ProcessState.ENDED:
                     session.state, session.seen_at = ProcessState.ENDED, now
                     space = self.namespaces[hello.namespace]  # checked rarely if large
-                    space.next_look = min(space.next_look, now + LAST_WORDS)
+                    space.next_check = min(space.next_check, now + LAST_WORDS)
                 elif session.is_dead(now) and not session.is_logged:
                     session.is_logged = True
                     what = session.how_ended or "has ended"

@@ -122,39 +122,45 @@ class EngineConfig:
 class SliceLocations(NamedTuple):
     """Where the slices of a contribution are in its payloads."""
 
-    tables: Ints
-    """The table of each slice."""
-    which: Ints
-    """The index of its payload."""
-    starts: Ints
-    """Its offset there, in bytes."""
-    wrong: list[int]
-    """Positions of slices whose size or dtype is not that of their slot."""
+    table_numbers: Ints
+    """For each slice, the number of its table."""
+    payload_indices: Ints
+    """For each slice, the index of its payload."""
+    offsets: Ints
+    """For each slice, its offset in that payload, in bytes."""
+    misfits: list[int]
+    """The positions of slices whose size or dtype is not that of their slot."""
     received: list[tuple[int, int]]
-    """(table, bytes received for it)."""
+    """(table number, bytes received for that table)."""
 
 
 class TableBatch(NamedTuple):
-    """Cached lookups for a batch of tables that are requested together."""
+    """Cached lookups for a batch of tables that are requested together.
+
+    A *part* is a slice that workers keep a copy of, so that its new weights are sent to them.
+    """
 
     numbers: Ints
+    """The number of each table."""
     number_list: list[int]
+    """The same as Python's integers."""
     tables: list[Table]
     is_ascending: bool
+    """Whether the numbers are ascending."""
     all_slots: Ints
-    """The slots of all tables, ascending."""
+    """The slots of all slices, ascending, also of those that are not parts."""
     parts: m.Matrix
-    """The rows of a `Weights` message for them, with the versions left out."""
+    """The rows of a `Weights` message, one for each part, with the versions left out."""
+    part_slots: list[int]
+    """For each part, its slot."""
     part_tables: Ints
     """For each part, the index of its table in `tables`."""
-    resident_slots: list[int]
-    """The slot of each part."""
-    table_nbytes: list[int]
-    """The bytes of each table's parts."""
     part_locations: Ints
     """For each part, the location at which peers map it while it has not moved; -1 if it cannot be mapped."""
     first_mapped: Ints
-    """The first mappable part of each table that has one."""
+    """The first part that can be mapped of each table that has one."""
+    table_nbytes: list[int]
+    """For each table, the bytes of its parts."""
 
 
 class Namespace:
@@ -186,13 +192,13 @@ class Namespace:
         self.log = debug_log("kvstore_server.debug")
         """The debug logger for rounds; None unless that logger shows debug lines."""
         self.slow_reports = SlowReports(config.slow_after)
-        self.next_look = 0.0
+        self.next_check = 0.0
         """When the waits are checked next."""
         self.failures: deque[tuple[int, str]] = deque(maxlen=ERRORS_KEPT)
         """(rounds ended by then, error text) of the latest failed rounds."""
         self.messages_in = 0
         """Messages received from members, without heartbeats."""
-        # 2. The tables, and what is known of each slot.
+        # 2. The tables, and the slots of their slices.
         self.tables: list[Table] = []
         """By table number."""
         self.absent: dict[tuple[int, int], frozenset[int]] = {}
@@ -211,14 +217,17 @@ class Namespace:
         self.shard = Shard(leases, journal, prefix)
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}
+        """Name of a table → its number."""
         self._registered_by: dict[str, int] = {}
+        """Name of a table → the rank that declared it first."""
         self._declaring: dict[int, tuple[str, list[TensorSpec]]] = {}
         """Rank → the table that it is declaring, and the keys received so far."""
         # 3. The memory account.
         self.budget = budget
         self._claimed = 0
+        """Bytes claimed from the budget."""
         self._claimed_for_tables = 0
-        """Bytes claimed for all tables."""
+        """Bytes of that for the tables and their optimizer state."""
 
     def __repr__(self) -> str:
         shared = self.rounds.shared
@@ -268,7 +277,7 @@ class Namespace:
             self.changes.note_tables(numbers)
 
     def note_begun(self) -> None:
-        """Like `note_tables`, for those for which lanes have begun."""
+        """Like `note_tables`, for the tables for which a rank's lane has begun."""
         if self.rounds.begun:
             self.note_tables(self.rounds.begun)
             self.rounds.begun.clear()
@@ -282,6 +291,7 @@ class Namespace:
         return self._registered_by[table.name]
 
     def restore_extra_reads(self, table: Table, more: int) -> None:
+        """Claim the memory of the copies of weights that ranks had read when the state was stored."""
         self.claim(
             max(more - table.extra_reads, 0) * _weights_nbytes(table),
             f"what workers of table {table.name!r} have",
@@ -294,7 +304,7 @@ class Namespace:
 
     def _table_nbytes(self, plan: Plan, optimizer: Optimizer | None) -> int:
         needed = size_of_table(plan, self.config.server, self.membership.num_workers, self.mode, optimizer)
-        # The shadow is as large as what it protects.
+        # The journal's shadow is as large as what it protects.
         return needed + (0 if self.changes is None else size_of_copy(plan, self.config.server, optimizer))
 
     def register(self, rank: int, register: m.Register) -> Table | int:
@@ -394,7 +404,7 @@ class Namespace:
     def forget_declaration(self, rank: int) -> tuple[str, list[TensorSpec]]:
         """Remove a rank's declaration of an incomplete table, and give its memory back."""
         name, specs = self._declaring.pop(rank, ("", []))
-        self.claim(-KEY * len(specs), "")
+        self._release(KEY * len(specs))
         return name, specs
 
     def _check_size(self, table: str, specs: Sequence[TensorSpec]) -> None:
@@ -413,6 +423,17 @@ class Namespace:
         """Claim memory until the namespace ends. Raises ConfigurationError if there is not enough."""
         self.budget.claim(nbytes, what)
         self._claimed += nbytes
+
+    def _release(self, nbytes: int) -> None:
+        self.budget.release(nbytes)
+        self._claimed -= nbytes
+
+    def _resize_claim(self, former: int, needed: int, what: str) -> None:
+        """Claim what is needed beyond the `former` bytes, or release the rest. Raises like `claim`."""
+        if needed >= former:
+            self.claim(needed - former, what)
+        else:
+            self._release(former - needed)
 
     @property
     def has_values(self) -> bool:
@@ -436,33 +457,40 @@ class Namespace:
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return self.tables[number]
 
-    def batch_of(self, tables: Ints) -> TableBatch:
-        """Return the cached lookups for tables. Raises ProtocolError for unknown or repeated tables, or too many."""
-        return self._batches.get(tables.tobytes(), self._make_batch, tables)
+    def batch_of(self, numbers: Ints) -> TableBatch:
+        """Return the cached lookups for the tables with these numbers.
 
-    def _make_batch(self, tables: Ints) -> TableBatch:
-        number_list = tables.tolist()
+        Raises ProtocolError if one does not exist or is repeated, or if there are too many.
+        """
+        return self._batches.get(numbers.tobytes(), self._make_batch, numbers)
+
+    def _make_batch(self, numbers: Ints) -> TableBatch:
+        number_list = numbers.tolist()
         self.check_named("request", number_list)
-        members = [self.table(number) for number in number_list]
-        of_all = self.rounds.slots.of(tables)
-        slots = of_all[[self._is_resident[slot] for slot in of_all.tolist()]]
-        nbytes, position = self.rounds.slots.nbytes[slots], np.zeros(len(self.tables), np.int64)
-        position[tables] = np.arange(len(tables))
-        owners, zeros = position[self.rounds.slots.table[slots]], np.zeros(len(slots), np.int64)
+        tables = [self.table(number) for number in number_list]
+        # 1. The parts: slices that workers keep a copy of.
+        all_slots = self.rounds.slots.of(numbers)
+        slots = all_slots[[self._is_resident[slot] for slot in all_slots.tolist()]]
+        nbytes, zeros = self.rounds.slots.nbytes[slots], np.zeros(len(slots), np.int64)
+        # 2. The table of each part, as an index in this batch.
+        index_of_table = np.zeros(len(self.tables), np.int64)
+        index_of_table[numbers] = np.arange(len(numbers))
+        part_tables = index_of_table[self.rounds.slots.table[slots]]
+        # 3. Where peers can map them.
         locations = np.array([self.shard.storage.locations[slot] for slot in slots.tolist()], np.int64)
         [mapped] = (locations >= 0).nonzero()
         return TableBatch(
-            tables.copy(),
-            number_list,
-            members,
-            number_list == sorted(number_list),
-            np.sort(of_all),
-            np.stack((slots, zeros, zeros + m.WHOLE, nbytes), axis=1),
-            owners,
-            slots.tolist(),
-            np.bincount(owners, nbytes, len(tables)).astype(np.int64).tolist(),
-            locations,
-            mapped[np.unique(owners[mapped], return_index=True)[1]],
+            numbers=numbers.copy(),
+            number_list=number_list,
+            tables=tables,
+            is_ascending=number_list == sorted(number_list),
+            all_slots=np.sort(all_slots),
+            parts=np.stack((slots, zeros, zeros + m.WHOLE, nbytes), axis=1),
+            part_slots=slots.tolist(),
+            part_tables=part_tables,
+            part_locations=locations,
+            first_mapped=mapped[np.unique(part_tables[mapped], return_index=True)[1]],
+            table_nbytes=np.bincount(part_tables, nbytes, len(numbers)).astype(np.int64).tolist(),
         )
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
@@ -486,7 +514,8 @@ class Namespace:
             round_, key = tracker.number(table.number), (table.number, rank)
             former = self.client_states.get(key, [])
             found = [*[one for one in former if one[0] < round_][-1:], (round_, state)]
-            self.claim(_nbytes_of(found) - _nbytes_of(former), f"what the successor of rank {rank} gets")
+            what = f"what the successor of rank {rank} gets"
+            self._resize_claim(_nbytes_of(former), _nbytes_of(found), what)
             self.client_states[key] = found
             if self.changes is not None:
                 self.changes.note_client(table.number, rank)
@@ -494,14 +523,14 @@ class Namespace:
     def begin_process(self, rank: int, resumes: bool) -> None:
         """Drop what a rank had not committed, because a new process takes it over."""
         self.rounds.begin_process(rank, resumes)
-        self._forget(rank)
+        self._drop_uncommitted(rank)
 
     def end_process(self, rank: int, is_done: bool) -> None:
         """Drop what a rank had not committed, because its process has ended."""
         self.rounds.end_process(rank, is_done, rank in self.membership.resumable)
-        self._forget(rank)
+        self._drop_uncommitted(rank)
 
-    def _forget(self, rank: int) -> None:
+    def _drop_uncommitted(self, rank: int) -> None:
         self.waits.take(lambda wait: wait.rank == rank)
         self.forget_declaration(rank)
         for table in self.tables if not self.mode.is_sync else ():
@@ -544,7 +573,7 @@ class Namespace:
             if body.encoding == PACKED_ROWS
             else self._locations.get(key, self._slice_locations, slots, sizes, payload_types)
         )
-        tables, which, starts, wrong, received = located
+        table_numbers, which, starts, misfits, received = located
         # 2. Encoded payloads become one source for each slice; plain ones are read where they are.
         if body.encoding:
             codec = None if body.encoding == PACKED_ROWS else _codec_of(body.encoding)
@@ -557,12 +586,13 @@ class Namespace:
                 for slot, at, start, size in rows
             ]
             which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
-        elif wrong:
-            self._refuse_slice(int(slots[wrong[0]]), int(sizes[wrong[0]]), payload_types[which[wrong[0]]][1])
+        elif misfits:
+            first = misfits[0]
+            self._refuse_slice(int(slots[first]), int(sizes[first]), payload_types[which[first]][1])
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
         # 3. Store them in the trackers of their rounds.
-        for tracker, mine in self.rounds.trackers(rank, tables, body.pushes[:, 1]):
+        for tracker, mine in self.rounds.trackers(rank, table_numbers, body.pushes[:, 1]):
             pushes = body.pushes
             if mine is None:
                 tracker.push(rank, pushes, sources, which, starts)
@@ -593,8 +623,9 @@ class Namespace:
             table.begin_round(ALL)
 
     def _part(self, slot: int, end: int, body: m.Contribute) -> SlicePart | None:
-        (table, at), codec = self.slice_of(slot), None
-        slice_ = table.unit.slices[at]
+        """Return the only payload of a message as the part of a slot up to element `end`; None if it does not fit."""
+        (table, position), codec = self.slice_of(slot), None
+        slice_ = table.unit.slices[position]
         numel, itemsize = slice_.length, SIZES[slice_.dtype]
         if body.encoding:
             codec = None if body.encoding == PACKED_ROWS else _codec_of(body.encoding)
@@ -650,8 +681,8 @@ class Namespace:
         )
 
     def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype) -> NoReturn:
-        table, at = self.slice_of(slot)
-        slice_ = table.unit.slices[at]
+        table, position = self.slice_of(slot)
+        slice_ = table.unit.slices[position]
         names = ", ".join(repr(table.plan.specs[segment.key].key) for segment in slice_.segments[:3])
         got = f"{nbytes} bytes" if dtype is torch.uint8 else f"{dtype}[{nbytes // dtype.itemsize}]"
         raise ShapeMismatchError(
@@ -659,6 +690,7 @@ class Namespace:
         )
 
     def slice_of(self, slot: int) -> tuple[Table, int]:
+        """Return the table of a slot, and the position of the slice among those of the table on this server."""
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
@@ -678,15 +710,18 @@ class Namespace:
         return RankCommit(contribution, flags, int(inputs.version[number]), info.hold)
 
     def can_batch(self, tracker: RoundTracker, batch: TableBatch, optimizer: Optimizer | None) -> list[bool]:
-        """Return for each table, whose round is complete, whether one batched update can apply it.
+        """Return for each table, whose round is complete, whether it can be applied in one update with the others.
 
-        True for a plain sum of all keys in a synchronous round, with the same terms for all tables.
+        True for a plain sum of all keys in a synchronous round, with commits that ask for the same in all tables.
         """
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
             return [False] * len(batch.number_list)
-        left = {number for number, _ in self.absent} if self.absent else ()
+        with_absent_keys = {number for number, _ in self.absent} if self.absent else ()
         found = [
-            one.is_initialised and one.held is None and one.pipelined is None and one.number not in left
+            one.is_initialised
+            and one.held is None
+            and one.pipelined is None
+            and one.number not in with_absent_keys
             for one in batch.tables
         ]
         for inputs in tracker.inputs.values():
@@ -707,7 +742,8 @@ class Namespace:
         """Build a contribution from what a rank gave to some slots (`pieces`).
 
         Args:
-            info: The terms of its commit; without a factor, that of the optimizer applies.
+            info: What it said with its commit, or with its intent; without a factor (`rescale`), that of the
+                optimizer applies.
             absent: The keys that it leaves out, as the shard numbers them.
         """
         assert info is not None
@@ -734,10 +770,10 @@ class Namespace:
         """
         parts, storage, sizes = batch.parts.copy(), self.shard.storage, batch.table_nbytes
         parts[:, 1] = np.array([table.version for table in batch.tables])[batch.part_tables]
-        payloads = list(map(storage.padded.__getitem__, batch.resident_slots))
+        payloads = list(map(storage.padded.__getitem__, batch.part_slots))
         if half:
             payloads = [
-                storage.half(*where) for where in zip(batch.resident_slots, parts[:, 1].tolist(), strict=True)
+                storage.half(*where) for where in zip(batch.part_slots, parts[:, 1].tolist(), strict=True)
             ]
             parts[:, 3] = [payload.nbytes for payload in payloads]
             parts[parts[:, 3] < batch.parts[:, 3], 2] = m.HALF
@@ -764,9 +800,9 @@ class Namespace:
         has_changed = self.rounds.shared.was_applied(number, round_) and not table.ends[ALL].is_skipped
         if open_round == round_ or (open_round == round_ + 1 and not has_changed):
             return self.weights(batch, is_pull=True)
-        former = [self.shard.storage.former(slot) for slot in batch.resident_slots]
+        former = [self.shard.storage.former(slot) for slot in batch.part_slots]
         kept = [weights for weights in former if weights is not None]
-        are_all = len(kept) == len(former) and len(batch.resident_slots) == len(table.unit.slices)
+        are_all = len(kept) == len(former) and len(batch.part_slots) == len(table.unit.slices)
         if open_round != round_ + 1 or not are_all:
             raise WorkerLostError(
                 f"round {round_} of {table.name!r} cannot be repeated on server {self.config.server}, where round "
@@ -779,34 +815,40 @@ class Namespace:
         return m.Weights(parts, tuple([weights.clone() for weights in kept]))
 
     def weights_to_map(self, batch: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
-        """Return weights for ranks that map them, as locations or bytes. `are_known`: they know them."""
+        """Return the current weights of some tables for ranks that map them: locations, and bytes of what has none.
+
+        Args:
+            num_ranks: How many ranks get the message.
+            are_known: They know all locations, so one for each table says that they have not changed.
+        """
         storage, locations = self.shard.storage, batch.part_locations
         if storage.has_moved:
-            locations = np.array([storage.location(slot) for slot in batch.resident_slots], np.int64)
+            locations = np.array([storage.location(slot) for slot in batch.part_slots], np.int64)
         versions = np.array([table.version for table in batch.tables])[batch.part_tables]
         [mapped], [others] = (locations >= 0).nonzero(), (locations < 0).nonzero()
         # The common case of a step: one record for each table instead of all locations.
         if are_known and not storage.has_moved:
             mapped = batch.first_mapped
             locations = np.full_like(locations, m.SAME_LOCATION)
-        found = np.array((batch.parts[mapped, 0], versions[mapped], locations[mapped])).T
+        located = np.array((batch.parts[mapped, 0], versions[mapped], locations[mapped])).T
+        # What cannot be mapped is sent as bytes.
         parts = batch.parts[others]
         parts[:, 1] = versions[others]
         payloads = tuple([storage.padded[slot] for slot in parts[:, 0].tolist()])
-        for payload, owner in zip(payloads, batch.part_tables[others].tolist(), strict=True):
-            batch.tables[owner].bytes_out += payload.nbytes * num_ranks
-        return m.Weights(parts, payloads, self.mode.is_sync, found)
+        for payload, index in zip(payloads, batch.part_tables[others].tolist(), strict=True):
+            batch.tables[index].bytes_out += payload.nbytes * num_ranks
+        return m.Weights(parts, payloads, self.mode.is_sync, located)
 
     def mapped_rows(self, table: Table) -> m.Weights:
         """Return the locations of a table's slices that workers keep no copy of but can map."""
         unit, storage = table.unit, self.shard.storage
         first = int(self.rounds.slots.first[table.number])
-        here = [at for at, slice_ in enumerate(unit.slices) if not table.plan.is_resident(slice_)]
+        rows = [at for at, slice_ in enumerate(unit.slices) if not table.plan.is_resident(slice_)]
         locations = [
-            (first + at, table.version, storage.location(unit.slots[unit.slices[at].index])) for at in here
+            (first + at, table.version, storage.location(unit.slots[unit.slices[at].index])) for at in rows
         ]
-        found = m.matrix([one for one in locations if one[2] >= 0], m.LOCATION_WORDS)
-        return m.Weights(m.NO_PARTS, (), locations=found)
+        mapped = m.matrix([one for one in locations if one[2] >= 0], m.LOCATION_WORDS)
+        return m.Weights(m.NO_PARTS, (), locations=mapped)
 
     def rows(self, rank: int, table: Table, found: Sequence[RowPart], is_pull: bool = False) -> m.Weights:
         """Return rows of a table for a rank. `is_pull`: the rank only looks at them."""
@@ -821,6 +863,8 @@ class Namespace:
         return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))
 
     def _record_read(self, table: Table, rank: int) -> None:
+        """Like `Table.record_read`, with the memory that this namespace may still claim."""
+
         def has_room(more: int) -> bool:
             copies = max(more - table.extra_reads, 0)
             try:
@@ -858,7 +902,7 @@ class Namespace:
     def _make_room(self, optimizer: Optimizer) -> None:
         needed = sum(self._table_nbytes(table.plan, optimizer) for table in self.tables)
         what = f"the state of optimizer {optimizer.registered_name!r} in namespace {self.name!r}"
-        self.claim(needed - self._claimed_for_tables, what)
+        self._resize_claim(self._claimed_for_tables, needed, what)
         self._claimed_for_tables = needed
 
     def _track_reads_if_needed(self, tables: Iterable[Table]) -> None:

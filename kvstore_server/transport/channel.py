@@ -544,7 +544,7 @@ class Listener:
         admits: Returns whether a routing id belongs to the session of a token.
         budget: Memory of channels is claimed from it before it is allocated, until it is unmapped.
         leases: Is told which weights are being read, and gets an allocator for weights that workers can map.
-        look_at: Called with the processes and the time by `reap_and_flush`.
+        check_processes: Called with the processes and the time by `reap_and_flush`.
 
     Attributes:
         processes: Processes of workers on this host that have a channel or asked to be watched.
@@ -559,10 +559,10 @@ class Listener:
         admits: Callable[[bytes, int], bool],
         budget: Budget,
         leases: Leases,
-        look_at: Callable[[Processes, float], object] = lambda _processes, _now: None,
+        check_processes: Callable[[Processes, float], object] = lambda _processes, _now: None,
     ) -> None:
         self._admits = admits
-        self._look_at = look_at
+        self._check_processes = check_processes
         self._budget = budget
         self._exports = WeightExports(leases)
         self.channels: dict[bytes, Channel] = {}
@@ -623,7 +623,7 @@ class Listener:
                     del frames  # a reference would keep the place in use
 
     def reap_and_flush(self, now: float) -> None:
-        """Close ended channels, and others if memory is needed; flush the rest; pass processes to `look_at`."""
+        """Close ended channels, and others if memory is needed; flush the rest; pass processes to `check_processes`."""
         self._ready.modify(self._end, select.EPOLLIN)
         for channel in self.channels.values():
             channel.tell()
@@ -635,7 +635,7 @@ class Listener:
         for key in self.processes:
             if not self._admits(*key):
                 self.processes.remove(key)
-        self._look_at(self.processes, now)
+        self._check_processes(self.processes, now)
         self._make_way()
 
     def _make_way(self) -> None:

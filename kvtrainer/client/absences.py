@@ -66,7 +66,7 @@ class Absences:
         absence = self.gone[server]
         absence.probe_at, absence.interval = now + absence.interval, min(2 * absence.interval, _MOST_INTERVAL)
 
-    def next_look(self, now: float) -> float:
+    def next_check(self, now: float) -> float:
         """Return the seconds until a probe is due, or the time of a server is over."""
         times = [absence.probe_at for absence in self.gone.values()]
         times += [absence.ends_at for absence in self.gone.values() if absence.ends_at > now]

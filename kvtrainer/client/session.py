@@ -549,7 +549,7 @@ class Session:
             if self.transport.ended or self.transport.disconnected:
                 pause = min(pause, SETTLE_TIME if absences.timeouts else LAST_WORDS)
             if absences.gone:
-                pause = min(pause, absences.next_look(now))
+                pause = min(pause, absences.next_check(now))
             got = self.transport.receive(pause)
             now = self.clock()
             idle = 0.0 if got is not None else idle + now - receive_began

@@ -108,7 +108,7 @@ def dead_by_silence_alone(*_: Any) -> bool:
     return False
 
 
-@replaces(Engine, "look_at")
+@replaces(Engine, "check_processes")
 def successor_taken_for_the_dead(real: Any, self: Any, processes: Any, now: float) -> None:
     """The end of a process is held against the one in its place."""
     real(self, processes, now)

@@ -102,7 +102,7 @@ class Referee:
         for number in ended:
             self._members.ended.setdefault(number, now)
         processes = SeenProcesses({(b"%d" % number, self._tokens[number]): "" for number in ended})
-        self.engine.look_at(processes, now)  # type: ignore[arg-type]
+        self.engine.check_processes(processes, now)  # type: ignore[arg-type]
 
     def tick(self, now: float) -> list[Delivery]:
         """Let time pass; what waits may be answered, or fail."""

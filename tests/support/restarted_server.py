@@ -136,7 +136,9 @@ class RestartedServer:
 
     def _start(self) -> Server:
         config, engine = self._config, self.engine
-        listener = Listener(config.run_id, engine.is_session, engine.budget, self._leases, engine.look_at)
+        listener = Listener(
+            config.run_id, engine.is_session, engine.budget, self._leases, engine.check_processes
+        )
         if self._exports is not None:
             # The same memory, which the new process numbers in its own way.
             exports = listener._exports

@@ -423,7 +423,7 @@ def test_a_probe_is_due_at_intervals_and_the_time_of_a_server_ends_once() -> Non
     assert not absences.begin(2, "ended again", 101.0)
     assert absences.gone[2].why == "ended"
     assert absences.take_due(101.1) == []
-    assert absences.next_look(101.1) == pytest.approx(2 * PROBE_INTERVAL - 0.1)
+    assert absences.next_check(101.1) == pytest.approx(2 * PROBE_INTERVAL - 0.1)
     assert absences.take_due(102.1) == [2]
     assert absences.take_due(102.1) == []
     assert absences.gone[2].probe_at == pytest.approx(102.1 + 4 * PROBE_INTERVAL)

@@ -330,7 +330,7 @@ class WatchedEngine:
         while self.now < until and not told:
             self.now = min(self.now + 0.1, until)
             self.says(0, m.Heartbeat())
-            self.engine.look_at(self.seen, self.now)  # type: ignore[arg-type]
+            self.engine.check_processes(self.seen, self.now)  # type: ignore[arg-type]
             told += [out.reply.body for out in self.engine.tick(self.now)]
         return told
 
@@ -350,7 +350,7 @@ def test_a_process_that_has_ended_is_told_to_those_who_wait_for_it_once_its_last
 def test_a_death_in_a_namespace_that_is_looked_at_rarely_is_told_as_soon() -> None:
     server = WatchedEngine()
     server.waits()
-    server.engine.namespaces["job"].next_look = DEAD_AFTER
+    server.engine.namespaces["job"].next_check = DEAD_AFTER
     server.seen.states[server.keys[1]] = ProcessState.ENDED
     [failed] = server.goes_on(PATIENCE)
     assert failed.code == "WorkerLostError"
@@ -423,7 +423,7 @@ def test_a_namespace_without_values_is_kept_while_a_process_of_it_runs() -> None
     server = WatchedEngine(num_workers=1)
     server.seen.states[server.keys[0]] = ProcessState.RUNS
     for at in range(int(10 * DEAD_AFTER)):
-        server.engine.look_at(server.seen, float(at))  # type: ignore[arg-type]
+        server.engine.check_processes(server.seen, float(at))  # type: ignore[arg-type]
         server.engine.tick(float(at))
     assert list(server.engine.namespaces) == ["job"]
 
@@ -454,11 +454,11 @@ def test_nobody_is_looked_at_who_is_heard() -> None:
     server = WatchedEngine()
     server.seen.states[server.keys[1]] = ProcessState.STOPPED
     server.now = 0.4 * DEAD_AFTER
-    server.engine.look_at(server.seen, server.now)  # type: ignore[arg-type]
+    server.engine.check_processes(server.seen, server.now)  # type: ignore[arg-type]
     server.now = 0.9 * DEAD_AFTER
-    server.engine.look_at(server.seen, server.now)  # type: ignore[arg-type]
+    server.engine.check_processes(server.seen, server.now)  # type: ignore[arg-type]
     server.says(1, m.Heartbeat())
-    server.engine.look_at(server.seen, server.now)  # type: ignore[arg-type]
+    server.engine.check_processes(server.seen, server.now)  # type: ignore[arg-type]
     [pending] = server.says(0, m.Gather(0, PATIENCE))
     assert isinstance(pending.reply.body, m.Pending)
     assert pending.reply.body.why.endswith("rank 1 (h1:11) was last heard 0.0 s ago")
