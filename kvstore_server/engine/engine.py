@@ -77,14 +77,13 @@ _SMALL, _CHECK_PER_ITEM = 1000, 5e-5
 that the checks take a bounded share of the time.
 """
 _MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
-_WHOLE = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.LOCATIONS_CACHED)
-"""Commit flags for which all tables of a request get one common answer: done only, weights, or the locations of
-the weights.
+_COMMON_ANSWERS = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.LOCATIONS_CACHED)
+"""Commit flags with which one message answers all tables of a request: that they are done, weights, or their locations.
 """
-_IDLE = 0.25
+_RECLAIMABLE_AFTER = 0.25
 """A namespace without weights may be reclaimed once it has been silent for this fraction of `dead_after`."""
-_TOLD = 64
-"""How many missing ranks a waiting worker is told."""
+_MISSING_NAMED = 64
+"""How many missing ranks a message to a waiting worker names."""
 
 MAX_WORKERS = 1 << 16
 MAX_ADDRESS = 512
@@ -93,8 +92,8 @@ MAX_REASON = 2000
 """Longest reason for leaving or aborting a round that is stored, in characters."""
 
 
-_AGREEMENTS_KEPT = 8
-"""How many namespaces of a job are kept that all workers have left, without those with tables."""
+_LEFT_KEPT = 8
+"""How many namespaces without tables are kept for each job after all workers have left them."""
 _FINISHED_KEPT = 1024
 """How many namespaces are remembered whose workers have all finished."""
 
@@ -121,10 +120,8 @@ class Answer(NamedTuple):
 
     rank: int
     waiter: Waiter
-    wanted: int | None
-    """If all commits of the request have the same flags: the flags (wants weights, maps them, or neither). None: see
-    `commits`.
-    """
+    flags: int | None
+    """Those of all commits of the request, if they are in `_COMMON_ANSWERS`. None: see `commits`."""
     commits: list[Committed]
     timeout: float
 
@@ -176,8 +173,8 @@ class Engine:
         """When the server was last described for `GetStatus`, and the description."""
         self._resumable: dict[str, set[int]] = {}
         """Job (what its namespaces begin with, up to "/") → the ranks that another process can take over."""
-        self._kept: dict[str, str] = {}
-        """Namespace that all workers have left, and that a successor may come to → its job; oldest first."""
+        self._left: dict[str, str] = {}
+        """Namespace that all workers have left, but that a successor may still join → its job; oldest first."""
         self._finished: OrderedDict[str, None] = OrderedDict()
         """The latest namespaces that have ended because all workers had finished."""
         self._leases = leases
@@ -196,8 +193,8 @@ class Engine:
             m.SetOptimizer: self._set_optimizer,
             m.GetState: self._get_state,
             m.SliceState: self._put_state,
-            m.Stats: lambda sender, _: _make_info(sender, sender.space.stats(sender.now)),
-            m.Profile: lambda sender, body: _make_info(sender, sender.space.recording.answer(body, clock)),
+            m.Stats: lambda sender, _: _make_status(sender, sender.space.stats(sender.now)),
+            m.Profile: lambda sender, body: _make_status(sender, sender.space.recording.answer(body, clock)),
             m.Command: self._command,
             m.Leave: self._leave,
         }
@@ -219,7 +216,7 @@ class Engine:
         self.namespaces = self._durability.restore(make_space, self._sessions, now)
         for name, space in self.namespaces.items():
             if not space.tables and space.membership.is_over(now, self.config.dead_after):
-                self._kept[name] = _job_of(name)
+                self._left[name] = _job_of(name)
 
     def begin_log(self, head: Head) -> None:
         """Log the present state, and from now on everything that changes, before it is answered."""
@@ -286,12 +283,12 @@ class Engine:
             return [_make_failed(waiter, error)]
         except Exception as error:
             _log.exception("request %s failed", type(body).__name__)
-            return [_make_failed(waiter, self._fault(error))]
+            return [_make_failed(waiter, self._internal_error(error))]
         except BaseException:
             self.is_inconsistent = True
             raise
 
-    def _fault(self, error: Exception) -> KVStoreError:
+    def _internal_error(self, error: Exception) -> KVStoreError:
         return KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
 
     def tick(self, now: float) -> list[m.Outgoing]:
@@ -304,7 +301,7 @@ class Engine:
             size = len(space.tables) + len(space.waits.all) + space.membership.num_workers
             space.next_check = now + _CHECK_PER_ITEM * size if size > _SMALL else now
             if space.is_waiting():
-                out += self._fail_hopeless(space, now)
+                out += self._fail_stuck_waits(space, now)
             silence = now - space.membership.last_heartbeat(now)
             if silence > self.config.rejoin_timeout and space.membership.is_over(now, self.config.dead_after):
                 self._end(space)  # all workers have failed, and none came back
@@ -314,7 +311,7 @@ class Engine:
             self._durability.commit(self.namespaces, self._sessions, self._finished)
         return out
 
-    def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
+    def _fail_stuck_waits(self, space: Namespace, now: float) -> list[m.Outgoing]:
         """Fail waits that need a lost rank or have passed their deadline; answer those whose condition now holds."""
         members, shared = space.membership, space.rounds.shared
         # 1. Rounds of all ranks. Only those past their deadline are checked, unless a rank is lost.
@@ -453,12 +450,12 @@ class Engine:
                     out.append(_make_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
             batch = space.batch_of(commits[:, 0])
-        # 2. Record the commits. `verdicts` is None if all were accepted, which is the common case.
-        verdicts = tracker.commit(rank, commits, body, sender.waiter, now)
+        # 2. Record the commits. `statuses` is None if all were accepted, which is the common case.
+        statuses = tracker.commit(rank, commits, body, sender.waiter, now)
         space.note_begun()
-        if verdicts is not None:
-            batch = space.batch_of(batch.numbers[verdicts == CommitStatus.ACCEPTED])
-            out += self._answer_others(sender, tracker, commits, verdicts, body)
+        if statuses is not None:
+            batch = space.batch_of(batch.numbers[statuses == CommitStatus.ACCEPTED])
+            out += self._answer_uncounted(sender, tracker, commits, statuses, body)
         space.log_rounds("committed", tracker, batch.tables, rank)
         # 3. Store what the rank said with them: keys it leaves out, hyper-parameters, what its successor gets.
         if body.client_state:
@@ -498,34 +495,35 @@ class Engine:
                 return error
         return None
 
-    def _answer_others(
-        self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, verdicts: Ints, body: m.Contribute
+    def _answer_uncounted(
+        self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, statuses: Ints, body: m.Contribute
     ) -> list[m.Outgoing]:
+        """Answer the commits that were not accepted: repeated ones, and those of other rounds or without slices."""
         space, rank, waiter, now = sender.space, sender.rank, sender.waiter, sender.now
         out: list[m.Outgoing] = []
         waiting: list[int] = []
         again: list[Committed] = []
         whose = ALL if tracker is space.rounds.shared else rank
-        for (number, round_, count, _, version, flags), verdict in zip(
-            commits.tolist(), verdicts.tolist(), strict=True
+        for (number, round_, count, _, version, flags), status in zip(
+            commits.tolist(), statuses.tolist(), strict=True
         ):
             table = space.tables[number]
-            # A held round: the first `Held` may have been lost.
-            if verdict == CommitStatus.REPEATED and table.held is not None and body.hold:
+            # Of a round that is held: the first `Held` may have been lost.
+            if status == CommitStatus.REPEATED and table.held is not None and body.hold:
                 out += _answer_norms(table, round_, waiter, table.held.sum.partials)
-            elif verdict == CommitStatus.REPEATED:
+            elif status == CommitStatus.REPEATED:
                 waiting.append(number)
-            elif verdict == CommitStatus.REFUSED:
+            elif status == CommitStatus.REFUSED:
                 out += _make_reply(
                     waiter, m.Missing(number, round_, tracker.missing_slots(rank, number, count))
                 )
-            elif verdict == CommitStatus.FAILED:
+            elif status == CommitStatus.FAILED:
                 why, following = tracker.why_failed(number, round_), tracker.number(number)
                 out.append(_make_failed(waiter, why, number, round_, following))
-            elif verdict == CommitStatus.AHEAD:
+            elif status == CommitStatus.AHEAD:
                 what = f"rank {rank} committed round {round_} while round {tracker.number(number)} is open"
                 out.append(_make_failed(waiter, ProtocolError(what), number, round_))
-            elif verdict == CommitStatus.APPLIED:
+            elif status == CommitStatus.APPLIED:
                 again.append(Committed(number, round_, version, flags))
                 if body.hold and not table.ends[whose].vetoes:
                     # The first `Held` may have been lost, so it is sent again before the outcome.
@@ -549,10 +547,10 @@ class Engine:
         is_shared = tracker is space.rounds.shared
         ended, others = None, batch.number_list
         if is_shared and decision is None:
-            ended, others = self._change(space, tracker, batch, out)
+            ended, others = self._apply_batch(space, tracker, batch, out)
         applied: list[int] = []
         for number in others:
-            if self._finish_alone(space, tracker, space.tables[number], decision, out):
+            if self._finish_one(space, tracker, space.tables[number], decision, out):
                 applied.append(number)
         if applied or ended is None:
             before = [] if ended is None else ended.number_list
@@ -575,28 +573,29 @@ class Engine:
                     space.rounds.joined(number).add(rank)
         # 4. Reply. Ranks that want the same weights of the same tables share one message body.
         weights: dict[int, m.Weights] = {}
-        for rank, waiter, wanted, commits, timeout in answers:
-            if wanted is None:
+        """Flags → the message that all ranks with these flags get."""
+        for rank, waiter, flags, commits, timeout in answers:
+            if flags is None:
                 out += _answer_commits(
                     space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout)
                 )
-            elif wanted:
-                if wanted not in weights:
-                    ranks = [one.rank for one in answers if one.wanted == wanted]
-                    if wanted == m.WANTS_WEIGHTS:
-                        weights[wanted] = space.weights(ended, *ranks)
+            elif flags:
+                if flags not in weights:
+                    ranks = [one.rank for one in answers if one.flags == flags]
+                    if flags == m.WANTS_WEIGHTS:
+                        weights[flags] = space.weights(ended, *ranks)
                     else:
-                        weights[wanted] = space.weights_to_map(
-                            ended, len(ranks), bool(wanted & m.LOCATIONS_CACHED)
+                        weights[flags] = space.weights_to_map(
+                            ended, len(ranks), bool(flags & m.LOCATIONS_CACHED)
                         )
-                out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[wanted])))
+                out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[flags])))
             else:
                 versions = [table.version for table in ended.tables]
                 rows = np.array((ended.number_list, tracker.numbers[ended.numbers] - 1, versions)).T
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, m.Done(rows))))
         return out + self._release(space) if space.waits.all else out
 
-    def _finish_alone(
+    def _finish_one(
         self,
         space: Namespace,
         tracker: RoundTracker,
@@ -620,10 +619,10 @@ class Engine:
             out += self._fail(space, tracker, table, error)
         except Exception as error:
             _log.exception("round %d of table %r failed", tracker.number(number), table.name)
-            out += self._fail(space, tracker, table, self._fault(error))
+            out += self._fail(space, tracker, table, self._internal_error(error))
         return False
 
-    def _change(
+    def _apply_batch(
         self, space: Namespace, tracker: RoundTracker, batch: TableBatch, out: list[m.Outgoing]
     ) -> tuple[TableBatch | None, list[int]]:
         """Sum and update all batchable tables in one call; `out` receives the messages of rounds that fail.
@@ -753,7 +752,7 @@ class Engine:
             lambda wait: (wait.table, wait.rank, wait.round) == (table.number, rank, abort.round)
         ):
             out += _fail_wait(space, wait, error)
-        return out + _make_info(sender, {"applied": tracker.was_applied(table.number, abort.round)})
+        return out + _make_status(sender, {"applied": tracker.was_applied(table.number, abort.round)})
 
     def _resolve(self, sender: Sender, resolve: m.Resolve) -> list[m.Outgoing]:
         """Apply a held round as a rank decided. A round that is already over stays as it is."""
@@ -806,8 +805,8 @@ class Engine:
             )
         return out
 
-    def _map_rows(self, sender: Sender, show: m.MapRows) -> list[m.Outgoing]:
-        return _make_reply(sender.waiter, sender.space.mapped_rows(sender.space.table(show.table)))
+    def _map_rows(self, sender: Sender, body: m.MapRows) -> list[m.Outgoing]:
+        return _make_reply(sender.waiter, sender.space.mapped_rows(sender.space.table(body.table)))
 
     def _release(self, space: Namespace) -> list[m.Outgoing]:
         ready = space.waits.take_ready()
@@ -913,7 +912,7 @@ class Engine:
                     answers += self._fail(space, shared, table, error)
             return answers
         if isinstance(table, int):
-            return _make_info(sender, {"keys": table})
+            return _make_status(sender, {"keys": table})
         slot, number = int(space.rounds.slots.first[table.number]), table.number
         following = space.rounds.next_round(sender.rank, number)
         has_committed = shared.has_committed(sender.rank, number)
@@ -930,7 +929,7 @@ class Engine:
             sender.space.set_optimizer(sender.rank, body.spec)
         except UnknownNameError as error:
             raise UnknownNameError(f"server {self.config.server} cannot run the optimizer: {error}") from None
-        return _make_info(sender)
+        return _make_status(sender)
 
     def _get_state(self, sender: Sender, body: m.GetState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
@@ -945,7 +944,7 @@ class Engine:
         slice_ = table.plan.slices[body.index]
         table.shard.put_state(table.unit, body.index, unpack_states(slice_, body.summary, body.data))
         sender.space.note_tables([table.number])
-        return _make_info(sender)
+        return _make_status(sender)
 
     def _command(self, sender: Sender, command: m.Command) -> list[m.Outgoing]:
         session, number = self._sessions.known(sender.session), sender.waiter.number
@@ -1009,7 +1008,7 @@ class Engine:
         if hello.namespace not in self.namespaces:
             self.namespaces[hello.namespace] = space
             space.begin()
-        self._kept.pop(hello.namespace, None)
+        self._left.pop(hello.namespace, None)
         self._sessions.open(session)
         self._note_session(session.token)
         if replaced is not None and not replaced.has_left:
@@ -1078,7 +1077,7 @@ class Engine:
             key=itemgetter(0),
             default=(now, None),
         )
-        if space is None or now - heard <= self.config.dead_after * _IDLE:
+        if space is None or now - heard <= self.config.dead_after * _RECLAIMABLE_AFTER:
             return False
         self._free(space, now - heard, "--max-namespaces")
         return True
@@ -1108,13 +1107,13 @@ class Engine:
         ):
             self._end(space)
             return
-        self._kept[space.name] = job
-        of_job = [name for name, other in self._kept.items() if other == job]
-        if len(of_job) > _AGREEMENTS_KEPT:
+        self._left[space.name] = job
+        of_job = [name for name, other in self._left.items() if other == job]
+        if len(of_job) > _LEFT_KEPT:
             self._end(self.namespaces[of_job[0]])
 
     def _open_namespaces(self, job: str) -> set[str]:
-        return {name for name in self.namespaces if _job_of(name) == job and name not in self._kept}
+        return {name for name in self.namespaces if _job_of(name) == job and name not in self._left}
 
     def _end(self, space: Namespace) -> None:
         del self.namespaces[space.name]
@@ -1123,11 +1122,11 @@ class Engine:
         space.end()
         self.num_ended += 1
         job = _job_of(space.name)
-        self._kept.pop(space.name, None)
+        self._left.pop(space.name, None)
         if not self._open_namespaces(job):
             self._resumable.pop(job, None)
-            kept = [name for name, other in self._kept.items() if other == job]
-            self._kept = {name: other for name, other in self._kept.items() if other != job}
+            kept = [name for name, other in self._left.items() if other == job]
+            self._left = {name: other for name, other in self._left.items() if other != job}
             for name in kept:
                 self._end(self.namespaces[name])
         self._finished.pop(space.name, None)
@@ -1150,7 +1149,7 @@ class Engine:
         if space.membership.is_over(sender.now, self.config.dead_after):
             self._end_or_keep(space)
             return []
-        return self._fail_hopeless(space, sender.now)
+        return self._fail_stuck_waits(space, sender.now)
 
 
 def _list_answers(
@@ -1159,7 +1158,7 @@ def _list_answers(
     """List a rank's answers about ended rounds; `is_plain` if all of them were applied in one batch."""
     flags = inputs.flags[ended.numbers].tolist()
     waiters = list(map(inputs.waiters.__getitem__, ended.number_list))
-    first = waiters[0] if is_plain and flags and flags[0] in _WHOLE else None
+    first = waiters[0] if is_plain and flags and flags[0] in _COMMON_ANSWERS else None
     if first is not None and flags.count(flags[0]) == len(flags) == waiters.count(first):
         return [Answer(rank, first, flags[0], [], 0.0)]
     rounds, versions = tracker.numbers[ended.numbers].tolist(), inputs.version[ended.numbers].tolist()
@@ -1186,7 +1185,7 @@ def _answer_commits(
     """
     out: list[m.Outgoing] = []
     done: list[tuple[int, int, int]] = []
-    wanted: dict[bool, list[int]] = {}
+    as_bytes: dict[bool, list[int]] = {}
     """Tables to send as bytes, by whether bfloat16 is allowed."""
     mapped: dict[bool, list[int]] = {}
     """Tables whose weights the worker maps, by whether it already knows their locations."""
@@ -1226,14 +1225,14 @@ def _answer_commits(
         elif wants and flags & m.WANTS_DELTA:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants:
-            wanted.setdefault(bool(flags & m.WANTS_HALF), []).append(number)
+            as_bytes.setdefault(bool(flags & m.WANTS_HALF), []).append(number)
     # 4. One message for each form, for all tables together.
     if done:
         out += _make_reply(waiter, m.Done(m.matrix(done, 3)))
     bodies: list[m.ReplyBody] = list(changed)
     for are_known, numbers in mapped.items():
         bodies.append(space.weights_to_map(space.batch_of(np.array(numbers)), 1, are_known))
-    for half, numbers in wanted.items():
+    for half, numbers in as_bytes.items():
         bodies.append(space.weights(space.batch_of(np.array(numbers)), rank, half=half))
     return out + [one for body in bodies for one in _make_reply(waiter, body)]
 
@@ -1287,7 +1286,7 @@ def _still_waiting(
 ) -> list[m.Outgoing]:
     ranks = tuple(missing)
     return _make_reply(
-        waiter, m.Pending(ranks[:_TOLD], f"{what} waits: {_describe_missing(space, ranks, now)}")
+        waiter, m.Pending(ranks[:_MISSING_NAMED], f"{what} waits: {_describe_missing(space, ranks, now)}")
     )
 
 
@@ -1308,7 +1307,7 @@ def _make_reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body))]
 
 
-def _make_info(sender: Sender, values: Mapping[str, Any] | None = None) -> list[m.Outgoing]:
+def _make_status(sender: Sender, values: Mapping[str, Any] | None = None) -> list[m.Outgoing]:
     return _make_reply(sender.waiter, m.Status(values or {}))
 
 

@@ -5,14 +5,14 @@ can never complete a round alone. The state of a rank in the open round of a tab
 
     state              event                                        next
     -----------------  -------------------------------------------  ------------------------------------------------
-    given              new slice, or one of a higher generation     given (stored, but provisional)
-    given              slice of the same or a lower generation      given (other bytes are counted as a mismatch)
-    given              part of a slice                              given (complete with its last part)
-    given              declared intent                              given (recorded; pipelining may begin)
-    given              commit, slices are missing                   given (refused; the missing slices are named)
-    given              commit, all slices have arrived              committed
-    given              commit that discards eager slices            given, without slices of generation 0
-    given              another process takes the rank over          given nothing
+    provisional        new slice, or one of a higher generation     provisional (stored)
+    provisional        slice of the same or a lower generation      provisional (other bytes are counted as a mismatch)
+    provisional        part of a slice                              provisional (complete with its last part)
+    provisional        declared intent                              provisional (recorded; pipelining may begin)
+    provisional        commit, slices are missing                   provisional (refused; the missing slices are named)
+    provisional        commit, all slices have arrived              committed
+    provisional        commit that discards eager slices            provisional, without slices of generation 0
+    provisional        another process takes the rank over          provisional, with nothing
     committed          slice, commit                                committed (repeated, no effect)
     committed          another process takes the rank over          committed; it is answered if it commits again
 
@@ -556,7 +556,7 @@ class RoundTracker:
     ) -> Ints | None:
         """Make contributions final; return a `CommitStatus` for each commit, or None if all were accepted."""
         # 1. Unpack. A single commit is handled with scalars, as in `push`.
-        inputs, verdicts, is_single = self.of(rank), None, len(commits) == 1
+        inputs, statuses, is_single = self.of(rank), None, len(commits) == 1
         columns: Any = commits[0].tolist() if is_single else commits.T
         tables, rounds, counts, generations, versions, flags = columns
         any_flags = flags if is_single else int(np.bitwise_or.reduce(flags))
@@ -571,21 +571,21 @@ class RoundTracker:
         fresh = waiting = [tables] if is_single else tables.tolist()
         # 3. In the rare case that some do not count, find out why, and continue with those that do.
         if not (is_new if is_single else is_new.all()):
-            verdicts = self._verdicts(inputs, commits)
-            of_each = verdicts.tolist()
+            statuses = self._statuses_of(inputs, commits)
+            of_each = statuses.tolist()
             fresh = [
                 table for table, one in zip(waiting, of_each, strict=True) if one == CommitStatus.ACCEPTED
             ]
             waiting = [
                 table for table, one in zip(waiting, of_each, strict=True) if one <= CommitStatus.REPEATED
             ]
-            tables, _, _, _, versions, flags = commits[verdicts == CommitStatus.ACCEPTED].T
+            tables, _, _, _, versions, flags = commits[statuses == CommitStatus.ACCEPTED].T
         # 4. Record the commits. A repeated one only replaces the request that is answered, and how it is answered: it
         # may come from a process that has taken the rank over.
         for table in waiting:
             inputs.waiters[table] = waiter
-        if verdicts is not None and len(waiting) > len(fresh):
-            repeated = commits[verdicts == CommitStatus.REPEATED]
+        if statuses is not None and len(waiting) > len(fresh):
+            repeated = commits[statuses == CommitStatus.REPEATED]
             stored = inputs.flags[repeated[:, 0]] & ~_ANSWER
             inputs.flags[repeated[:, 0]] = stored | (repeated[:, 5] & _ANSWER)
         is_plain = not (body.hold or any_flags & _SPECIAL)
@@ -596,7 +596,7 @@ class RoundTracker:
         inputs.version[tables], inputs.flags[tables] = versions, flags
         self.num_committed[tables] += 1
         self._patience = min(self._patience, now + body.timeout)
-        return verdicts
+        return statuses
 
     def declare_intent(self, rank: int, commit: Sequence[int], body: m.Contribute, waiter: Waiter) -> bool:
         """Record a rank's intent for a table's open round. The rank has not committed yet.
@@ -630,17 +630,17 @@ class RoundTracker:
             if flags & m.DISCARD_EAGER and round_ == self.numbers[table] and not inputs.committed[table]:
                 inputs.discard_eager(table)
 
-    def _verdicts(self, inputs: RankInputs, commits: m.Matrix) -> Ints:
+    def _statuses_of(self, inputs: RankInputs, commits: m.Matrix) -> Ints:
         tables, rounds, counts, generations, _, _ = commits.T
-        numbers, verdicts = self.numbers[tables], np.zeros(len(commits), np.int64)
+        numbers, statuses = self.numbers[tables], np.zeros(len(commits), np.int64)
         # In ascending precedence: the state of a round outweighs what the rank has given to it.
         are_missing = inputs.sums[tables] != counts * _ARRIVED + generations
-        verdicts[are_missing | (commits[:, 5] & m.REPEATS > 0)] = CommitStatus.REFUSED
-        verdicts[inputs.committed[tables]] = CommitStatus.REPEATED
-        verdicts[rounds < numbers] = CommitStatus.APPLIED
-        verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = CommitStatus.FAILED
-        verdicts[rounds > numbers] = CommitStatus.AHEAD
-        return verdicts
+        statuses[are_missing | (commits[:, 5] & m.REPEATS > 0)] = CommitStatus.REFUSED
+        statuses[inputs.committed[tables]] = CommitStatus.REPEATED
+        statuses[rounds < numbers] = CommitStatus.APPLIED
+        statuses[(rounds < numbers) & (rounds >= self._failed[tables])] = CommitStatus.FAILED
+        statuses[rounds > numbers] = CommitStatus.AHEAD
+        return statuses
 
     def times(self, table: int) -> tuple[float, float]:
         """Return since when the open round is waited for, and the earliest deadline of its waiters, or inf."""
