@@ -5,6 +5,8 @@
 
 Every worker takes its share of each batch; the servers sum the gradients and run the optimizer. At the end rank 0
 compares the weights with a plain PyTorch loop, and the servers' counters with the number of rounds.
+
+With `kvlaunch --restart 3` workers and servers may be killed: they come back, and the figures are the same.
 """
 
 from __future__ import annotations
@@ -25,21 +27,30 @@ def main() -> None:
     net = plain.build()
     sgd = {"learning_rate": plain.LEARNING_RATE, "momentum": plain.MOMENTUM}
     trainer = kvtrainer.Trainer(net.named_parameters(), "sgd", sgd, kvstore=options.kvstore)
-    losses, accuracies = [], []
-    for epoch in range(plain.EPOCHS):
-        total, batches = 0.0, plain.batches(len(y), epoch)
-        for batch in batches:
-            mine = batch[trainer.rank :: trainer.num_workers]
-            loss = torch.nn.functional.cross_entropy(net(x[mine]), y[mine], reduction="sum")
-            loss.backward()
-            trainer.step(len(batch))  # summed over the workers, divided by this
-            total += loss.item() / len(mine)
-        losses.append(total / len(batches))
-        accuracies.append(plain.accuracy(net, held_out_x, held_out_y))
-        if trainer.rank == 0:
-            print(f"epoch {epoch + 1:2}  loss {losses[-1]:.4f}  held-out accuracy {accuracies[-1]:.2%}")
+    # A worker that comes back goes on after its last step, with what it had written down then.
+    start = trainer.resume()
+    known = start.client_state or {"losses": [], "accuracies": [], "total": 0.0}
+    losses, accuracies, total = known["losses"], known["accuracies"], known["total"]
+    num_batches = len(plain.batches(len(y), 0))
+    for step in range(start.round, plain.EPOCHS * num_batches + 1):
+        epoch, at = divmod(step, num_batches)
+        if at == 0 and step > 0:  # an epoch is over
+            losses.append(total / num_batches)
+            accuracies.append(plain.accuracy(net, held_out_x, held_out_y))
+            total = 0.0
+            if trainer.rank == 0:
+                print(f"epoch {epoch:2}  loss {losses[-1]:.4f}  held-out accuracy {accuracies[-1]:.2%}")
+        if epoch == plain.EPOCHS:
+            break
+        batch = plain.batches(len(y), epoch)[at]
+        mine = batch[trainer.rank :: trainer.num_workers]
+        loss = torch.nn.functional.cross_entropy(net(x[mine]), y[mine], reduction="sum")
+        loss.backward()
+        total += loss.item() / len(mine)
+        trainer.client_state = {"losses": losses, "accuracies": accuracies, "total": total}
+        trainer.step(len(batch))  # summed over the workers, divided by this
     if trainer.rank == 0:
-        beside = check(net, trainer, accuracies[-1], plain.EPOCHS * len(batches))
+        beside = check(net, trainer, accuracies[-1], plain.EPOCHS * num_batches)
         common.save(options.out, loss=losses, accuracy=accuracies, plain_pytorch=beside)
     trainer.close()
 

@@ -7,7 +7,7 @@
 
 Twelve facts known before departure are hashed to rows of one table (flights_data.py); a batch touches about 3 % of
 them. Each worker reads its own part of the flights. At the end rank 0 prints how well the held-out flights are told
-apart, and what went over the wire.
+apart, and what went over the wire. With `kvlaunch --restart 3` workers and servers may be killed, and come back.
 """
 
 from __future__ import annotations
@@ -79,19 +79,25 @@ def main() -> None:
     share = options.batch // kv.num_workers
     # Workers have up to HELD_OUT flights more or less, but must all take the same number of steps.
     steps = (len(rows) - data.HELD_OUT) // share
-    losses, total, began = [], 0.0, time.perf_counter()
-    for step, batch in enumerate(torch.randperm(len(rows)).split(share)[:steps], 1):
+    batches, began = torch.randperm(len(rows)).split(share), time.perf_counter()
+    # A worker that comes back goes on after its last step, with what it had written down then.
+    start = trainer.resume()
+    known = start.client_state or {"losses": [], "total": 0.0, "first": [0, 0]}
+    losses, total, first = known["losses"], known["total"], known["first"]
+    for step in range(start.round, steps):
+        if step == 1:  # before that the initial weights have travelled
+            first = traffic(kv, trainer)
+        batch = batches[step]
         loss = nn.functional.binary_cross_entropy_with_logits(net(rows[batch]), late[batch], reduction="sum")
         loss.backward()
-        trainer.step(share * kv.num_workers)
-        if step == 1:  # before it the initial weights have travelled
-            first = traffic(kv, trainer)
         total += loss.item() / share / EVERY
-        if step % EVERY == 0:
+        if (step + 1) % EVERY == 0:
             losses.append(total)
             total = 0.0
             if kv.rank == 0:
-                print(f"step {step} of {steps}  loss {losses[-1]:.3f}")
+                print(f"step {step + 1} of {steps}  loss {losses[-1]:.3f}")
+        trainer.client_state = {"losses": losses, "total": total, "first": list(first)}
+        trainer.step(share * kv.num_workers)
     seconds = time.perf_counter() - began
     received, sent = ((b - a) // (steps - 1) for a, b in zip(first, traffic(kv, trainer), strict=True))
     if kv.rank == 0:

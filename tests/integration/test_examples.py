@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import kvtrainer
-from tests.support.examples import NEEDS_DIGITS, ROOT, example, run_with_ranks, run_with_servers
+from tests.support.examples import (
+    NEEDS_DIGITS,
+    ROOT,
+    example,
+    run_with_deaths,
+    run_with_ranks,
+    run_with_servers,
+)
 
 Weights = Mapping[str, Tensor]
 
@@ -33,6 +40,16 @@ def test_digits_in_one_process_without_servers_learn_what_a_plain_loop_learns(
     monkeypatch.setattr("sys.argv", ["digits.py"])
     example("digits").main()
     assert capsys.readouterr().out.endswith("all checks passed\n")
+
+
+@NEEDS_DIGITS
+def test_digits_are_learned_alike_although_both_workers_die_and_come_back(tmp_path: Path) -> None:
+    """The example itself fails unless every round counted once, and the weights are those of plain PyTorch."""
+    points, out = "worker.round.committed@0:120,worker.round.begin@1:300", tmp_path / "found.json"
+    output = run_with_deaths("digits", tmp_path, points, "--out", str(out))
+    found = json.loads(out.read_text())
+    assert "all checks passed" in output
+    assert len(found["loss"]) == len(found["accuracy"]) == example("digits_plain").EPOCHS
 
 
 def test_word_vectors_of_two_workers_are_those_of_the_plain_loop_beside_them(tmp_path: Path) -> None:
@@ -307,6 +324,21 @@ def test_a_dense_table_of_flights_is_sent_by_both_workers_there_and_back(dense: 
     both = 2 * (1 << 18) * 16 * 4
     assert both < dense.received < 1.01 * both
     assert dense.sent == dense.received
+
+
+@NEEDS_FLIGHTS
+@pytest.mark.chaos
+def test_flights_are_learned_alike_although_both_workers_die_and_come_back(tmp_path: Path) -> None:
+    options = ("--rows", "60000", "--table", "stored", "--out")
+    (tmp_path / "deaths").mkdir()
+    run_with_servers("flights", tmp_path, *options, str(tmp_path / "undisturbed.json"))
+    points, out = "worker.round.committed@0:9,worker.round.begin@1:15", str(tmp_path / "found.json")
+    run_with_deaths("flights", tmp_path / "deaths", points, *options, out)
+    found, expected = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("found", "undisturbed")
+    )
+    assert (found["auc"], found["loss"]) == (expected["auc"], expected["loss"])
+    assert len(found["loss"]) == 1
 
 
 # ---------------------------------------------------------------- uneven workers
