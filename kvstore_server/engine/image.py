@@ -115,7 +115,6 @@ def _members(space: Namespace, first_barrier: int) -> list[Any]:
         sorted(members.finished),
         sorted(members.resumable),
         members.barrier_sequence,
-        next(iter(members.gathered), 0),
         [[at, list(data)] for at, data in members.gathered.items() if at >= first_barrier],
         sorted(rounds.left),
         rounds.shared.num_ended,
@@ -171,10 +170,9 @@ def _apply_members(space: Namespace, sessions: Sessions, values: Sequence[Any]) 
     members.departed = dict(departed)
     members.failed, members.finished = set(failed), set(finished)
     members.resumable.update(resumable)  # shared by all namespaces of a job
-    members.barrier_sequence, first, gathered = barriers
-    members.gathered |= {at: tuple(data) for at, data in gathered}
-    for at in [at for at in members.gathered if at < first]:
-        del members.gathered[at]
+    members.barrier_sequence, gathered = barriers
+    for at, data in gathered:
+        members.keep_gathered(at, tuple(data))
     rounds.left, rounds.shared.num_ended = set(left), num_ended
     space.failures.clear()
     space.failures.extend((ended, text) for ended, text in failures)

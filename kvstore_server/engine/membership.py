@@ -42,7 +42,10 @@ _ENDED_KEPT = 1024
 """How many ended sessions are remembered with their reason; older ones get a general answer."""
 _LOST_SERVERS = {kind.__name__ for kind in (ServerLostState, ServerStoppingError, ServerUnreachableError)}
 _GATHERED_KEPT = 4 << 20
-"""Bytes of what was gathered at past barriers."""
+"""Bytes of what was gathered at past barriers. Half of them are for the first ones, which a process that is started
+again repeats before it knows how far the former one of its rank has got; the rest for the latest."""
+_OF_GATHERED, _OF_PART = 64, 16
+"""Bytes that a past barrier takes, and each part in it, beside its data."""
 _NAMED = 8
 """How many ranks a message describes; of others it gives the number."""
 
@@ -245,8 +248,9 @@ class Membership:
         self.barrier_sequence = 0
         self.barrier: dict[int, BarrierWait] = {}
         self.gathered: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
-        """Barrier → what the ranks gave there; the last one, and as many before it as `_GATHERED_KEPT` allows, for
+        """Barrier → what the ranks gave there; the last one, and as many others as `_GATHERED_KEPT` allows, for
         processes that come again to a barrier that another one of their rank has passed."""
+        self._gathered_bytes = 0
 
     def join(self, session: RankSession) -> RankSession | None:
         """Let a process stand for its rank; return the session that it replaces, if any.
@@ -373,11 +377,18 @@ class Membership:
     ) -> list[tuple[Waiter, tuple[bytes, ...]]]:
         """Add a rank to the barrier. With the last one, return all waiters and what the ranks gave; otherwise nothing.
 
-        Raises ProtocolError if the rank is at another barrier than the others.
+        Raises:
+            ProtocolError: The rank is at another barrier than the others.
+            WorkerLostError: The rank comes to a past barrier again, and what was gathered there is not kept any more.
         """
         # 1. A repeated request for a barrier that has ended.
         if gather.sequence < self.barrier_sequence:
-            return [(waiter, self.gathered.get(gather.sequence, ()) if gather.reads else ())]
+            if gather.reads and gather.sequence not in self.gathered:
+                raise WorkerLostError(
+                    f"rank {rank} has come to barrier {gather.sequence} again, and what was gathered there is not kept "
+                    f"any more (up to {_GATHERED_KEPT >> 20} MiB are); restart the job from its last saved states"
+                )
+            return [(waiter, self.gathered[gather.sequence] if gather.reads else ())]
         if gather.sequence > self.barrier_sequence:
             raise ProtocolError(
                 f"rank {rank} is at barrier {gather.sequence} while barrier {self.barrier_sequence} is open"
@@ -389,16 +400,29 @@ class Membership:
         if self.absent_from_barrier():
             return []
         gathered = tuple(self.barrier[each].data for each in range(self.num_workers))
-        self.gathered[self.barrier_sequence] = gathered
-        while (
-            len(self.gathered) > 1
-            and sum([sum(map(len, one)) for one in self.gathered.values()]) > _GATHERED_KEPT
-        ):
-            self.gathered.popitem(last=False)
+        self.keep_gathered(self.barrier_sequence, gathered)
         self.barrier_sequence += 1
         released = [(wait.waiter, gathered if wait.reads else ()) for wait in self.barrier.values()]
         self.barrier.clear()
         return released
+
+    def keep_gathered(self, sequence: int, parts: tuple[bytes, ...]) -> None:
+        """Keep what was gathered at the latest barrier, and drop some of the earlier ones that is too much."""
+        if sequence not in self.gathered:
+            self._gathered_bytes += _nbytes_of(parts)
+        self.gathered[sequence] = parts
+        if self._gathered_bytes <= _GATHERED_KEPT:
+            return
+        # 1. The first ones stay, as long as they are not too many themselves.
+        first = first_bytes = 0
+        while first_bytes + _nbytes_of(self.gathered.get(first, ())) <= _GATHERED_KEPT // 2 and first < sequence:
+            first_bytes += _nbytes_of(self.gathered.get(first, ()))
+            first += 1
+        # 2. Of the others the oldest go, a quarter at once, so that not every barrier looks through all of them.
+        for at in [at for at in self.gathered if first <= at < sequence]:
+            if self._gathered_bytes <= _GATHERED_KEPT // 4 * 3:
+                break
+            self._gathered_bytes -= _nbytes_of(self.gathered.pop(at))
 
     def absent_from_barrier(self) -> list[int]:
         return [rank for rank in range(self.num_workers) if rank not in self.barrier]
@@ -429,6 +453,10 @@ class Membership:
         if rank in self.departed:
             return f"rank {rank} has left ({self.departed[rank]})"
         return f"rank {rank} never connected"
+
+
+def _nbytes_of(parts: Iterable[bytes]) -> int:
+    return _OF_GATHERED + sum([_OF_PART + len(part) for part in parts])
 
 
 # ---------------------------------------------------------------- status

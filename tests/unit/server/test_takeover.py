@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
+from kvstore_server.engine.membership import Membership
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode, Waiter
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from tests.support.engines import EngineJob as Job
@@ -191,6 +192,35 @@ def test_what_all_have_gathered_is_told_to_a_successor_that_comes_after_they_lef
         job.leave(rank, is_clean=True)
     assert list(job.engine.namespaces) == []
     assert job.engine.budget.used == 0
+
+
+def gather(job: Job, sequence: int, data: bytes) -> None:
+    for rank in range(2):
+        job.ask(rank, m.Gather(sequence, 30.0, data))
+
+
+def again(job: Job, sequence: int) -> list[m.ReplyBody]:
+    return list(job.ask(1, m.Gather(sequence, 30.0, b"anything")))
+
+
+def test_what_was_gathered_first_and_last_is_kept_longer_than_what_came_between() -> None:
+    job = Job(2, SYNCHRONOUS)
+    job.hello(1, resumes=True)
+    for sequence in range(20):
+        gather(job, sequence, bytes([sequence]) * (256 << 10))  # 10 MiB together
+    for sequence in (0, 1, 2, 18, 19):
+        [answer] = again(job, sequence)
+        assert isinstance(answer, m.Gathered)
+        assert [part[0] for part in answer.parts] == [sequence, sequence]
+    assert codes(again(job, 8)) == ["WorkerLostError"]
+
+
+def test_the_memory_for_barriers_without_data_is_bounded_too() -> None:
+    members = Membership("j", 1)
+    for sequence in range(60_000):
+        members.enter_barrier(0, m.Gather(sequence, 30.0, b"", False), Waiter(b"", 0), 0.0)
+    assert len(members.gathered) < 55_000
+    assert members.barrier_sequence == 60_000
 
 
 def test_an_asynchronous_rank_goes_on_with_its_own_numbers_and_repeats_without_effect() -> None:
