@@ -9,7 +9,8 @@ Invariants:
 
 - A byte is copied to the shadow once between two commits: its value at the last commit.
 - The record follows the copy, and the change follows the record.
-- The shadow keeps what it has until the next change of these bytes: the values before the last change.
+- The shadow keeps what it has until the next change of these bytes: the values before the last change. Which rows a
+  change has protected is known as long as no later change protects rows of the same matrix (`former_rows`).
 - What is held (`hold`) stays protected over commits, until it is released: a change that is made in several commits is
   undone as a whole.
 """
@@ -18,10 +19,12 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from kvstore_server.durable.memory import DurableMemory, Region
@@ -30,9 +33,21 @@ from kvstore_server.failpoints import failpoint
 from kvstore_server.transport.arena import Bytes
 
 Ids = npt.NDArray[np.int64]
+Matrix = tuple[int, int, int]
+"""Region, begin, and bytes of a row."""
+ProtectedRows = tuple[int, int, int, Ids]
+"""The same, and which rows."""
 _RANGE, _ROWS = struct.Struct("<qqq"), struct.Struct("<qqqq")
+_ID = 8
 SHADOW = ".shadow"
 """End of the key of a region's shadow."""
+
+
+class RowsBefore(NamedTuple):
+    """Rows that a change has protected."""
+
+    change: int
+    ids: Ids
 
 
 class Ranges:
@@ -85,6 +100,8 @@ class Journal:
         """Region → what is protected since the last commit, or held."""
         self._rows: dict[int, list[tuple[int, int, Ids]]] = {}
         """Region → (begin, bytes of a row, ids) of rows that are protected since the last commit."""
+        self.rows_before: dict[Matrix, RowsBefore] = {}
+        """Matrix → the rows that the last complete change of it has protected."""
         self._held: dict[Hashable, list[tuple[int, int, int]]] = {}
         """Owner → (region, begin, end) of what stays protected until it is released."""
 
@@ -159,7 +176,34 @@ class Journal:
         others.append((begin, width, news.copy()))
         self.is_open = True
         failpoint("server.journal.rows_copied")
-        self._record(True, _ROWS.pack(region.number, begin, width, len(news)) + news.tobytes())
+        self._record(True, pack_rows(region.number, begin, width, news))
+
+    def former_rows(self, rows: Tensor, change: int) -> tuple[Ids, Tensor] | None:
+        """Return which rows of a contiguous matrix were protected before a change, and copies of their values then.
+
+        The change may have protected them as rows of a larger matrix. None: that is not known any more.
+        """
+        place = self.memory.find(rows)
+        if place is None or not len(rows):
+            return None
+        region, begin, end = place
+        for (number, start, width), before in self.rows_before.items():
+            first, rest = divmod(begin - start, width)
+            if number != region.number or before.change != change or width != rows.nbytes // len(rows):
+                continue
+            if start > begin or rest:
+                continue
+            ids = before.ids[(before.ids >= first) & (before.ids < first + len(rows))]
+            values = torch.empty(len(ids), *rows.shape[1:], dtype=rows.dtype)
+            if len(ids):
+                former = _rows_in(self.shadow(region).bytes, start, width, ids)[ids]
+                values.view(-1).view(torch.uint8).numpy()[:] = former.view(np.uint8)
+            return ids - first, values
+        return None
+
+    def forget_others(self, regions: Collection[int]) -> None:
+        """Forget rows before the last change in all but these regions."""
+        self.rows_before = {matrix: one for matrix, one in self.rows_before.items() if matrix[0] in regions}
 
     def former(self, tensor: Tensor) -> Tensor | None:
         """Return the shadow of a contiguous tensor: its values before the last change of all of it."""
@@ -185,11 +229,43 @@ class Journal:
 
     def commit(self) -> None:
         """Note that the log has a commit with what is `held`: all other changes are complete."""
+        self.rows_before |= join_rows(
+            self.number, [(number, *one) for number, own in self._rows.items() for one in own]
+        )
         self.number += 1
         self.is_open = False
         self._ranges, self._rows = {}, {}
         for number, begin, end in [one for held in self._held.values() for one in held]:
             self._ranges.setdefault(number, Ranges()).add(begin, end)
+
+
+def join_rows(change: int, parts: Iterable[ProtectedRows]) -> dict[Matrix, RowsBefore]:
+    """Return what a change has protected of each matrix, perhaps in several parts."""
+    found: dict[Matrix, list[Ids]] = {}
+    for region, begin, width, ids in parts:
+        found.setdefault((region, begin, width), []).append(ids)
+    return {
+        matrix: RowsBefore(change, own[0] if len(own) == 1 else np.sort(np.concatenate(own)))
+        for matrix, own in found.items()
+    }
+
+
+def pack_rows(region: int, begin: int, width: int, ids: Ids) -> bytes:
+    """Encode rows of a matrix as a record has them."""
+    return _ROWS.pack(region, begin, width, len(ids)) + ids.tobytes()
+
+
+def unpack_rows(data: bytes) -> ProtectedRows:
+    """Decode what `pack_rows` has encoded. Raises RecoveryError if it contradicts itself."""
+    if len(data) < _ROWS.size or len(data) % _ID:
+        raise RecoveryError(f"the log has a record of rows of {len(data)} bytes")
+    number, begin, width, count = _ROWS.unpack_from(data)
+    ids = np.frombuffer(data, np.int64, offset=_ROWS.size)
+    if len(ids) != count or width < 1 or begin < 0 or not count or ids.min() < 0:
+        raise RecoveryError(
+            f"the log names {count} rows of {width} bytes of memory {number} and contains {len(ids)}"
+        )
+    return number, begin, width, ids
 
 
 def undo_ranges(memory: DurableMemory, data: bytes) -> list[tuple[int, int, int]]:
@@ -210,13 +286,8 @@ def undo_ranges(memory: DurableMemory, data: bytes) -> list[tuple[int, int, int]
 
 def undo_rows(memory: DurableMemory, data: bytes) -> list[tuple[int, int, int]]:
     """Like `undo_ranges`, for what `protect_rows` has recorded."""
-    number, begin, width, count = _ROWS.unpack_from(data)
-    ids = np.frombuffer(data, np.int64, offset=_ROWS.size)
+    number, begin, width, ids = unpack_rows(data)
     region, shadow = _with_shadow(memory, number)
-    if len(ids) != count or width < 1 or begin < 0 or not count or ids.min() < 0:
-        raise RecoveryError(
-            f"the log names {count} rows of {width} bytes of memory {number} and contains {len(ids)}"
-        )
     if begin + (int(ids.max()) + 1) * width > region.nbytes:
         raise RecoveryError(f"the log names rows beyond the {region.nbytes} bytes of memory {number}")
     _rows_in(region.bytes, begin, width, ids)[ids] = _rows_in(shadow.bytes, begin, width, ids)[ids]

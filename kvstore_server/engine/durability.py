@@ -22,7 +22,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore_server.durable.fd_store import PREFIX, FdStore, StoredDescriptor
-from kvstore_server.durable.journal import SHADOW, Journal, undo_ranges, undo_rows
+from kvstore_server.durable.journal import (
+    SHADOW,
+    Journal,
+    Matrix,
+    RowsBefore,
+    join_rows,
+    pack_rows,
+    undo_ranges,
+    undo_rows,
+    unpack_rows,
+)
 from kvstore_server.durable.log import Log, Record, read_generation, read_records
 from kvstore_server.durable.memory import REGION, DurableMemory, Region
 from kvstore_server.engine.image import (
@@ -43,8 +53,10 @@ from kvstore_server.failpoints import failpoint
 _log = logging.getLogger(__name__)
 
 LOG = PREFIX + "log-"
-_HEAD, _MEMORY, _COMMIT, _RANGES, _ROWS = range(1, 6)
-"""Kinds of records: what the server is, a region, images, and what the journal has protected: ranges, or rows."""
+_HEAD, _MEMORY, _COMMIT, _RANGES, _ROWS, _ROWS_BEFORE = range(1, 7)
+"""Kinds of records: what the server is, a region, images, what the journal has protected (ranges, or rows), and rows
+that an earlier change has protected."""
+_CHANGE = struct.Struct("<q")
 _COMMIT_HEAD = struct.Struct("<qq")
 """The journal's number, and the bytes of what it holds."""
 _LEAST, _GROWTH = 1 << 20, 4
@@ -100,6 +112,8 @@ class Stored:
     """The journal's number."""
     undo: list[Record]
     """What the journal has protected and not committed."""
+    rows_before: dict[Matrix, RowsBefore]
+    """As in `Journal`."""
     kept: Sequence[StoredDescriptor]
 
 
@@ -118,6 +132,7 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
     known: dict[int, tuple[int, str]] = {}
     images: dict[int, list[Image]] = {}
     undo: list[Record] = []
+    rows_before: dict[Matrix, RowsBefore] = {}
     finished: list[str] = []
     last = last_space = change = 0
     for record in read_records(logs[generation].fd):
@@ -129,6 +144,7 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
             known[number] = nbytes, key
         elif record.kind == _COMMIT:
             change, size = _COMMIT_HEAD.unpack_from(record.data)
+            rows_before |= join_rows(change, [unpack_rows(one.data) for one in undo if one.kind == _ROWS])
             first = _COMMIT_HEAD.size
             undo = [Record(_RANGES, record.data[first : first + size])]
             ended, news, names = unpack(record.data[first + size :])
@@ -140,6 +156,9 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
                 images.pop(number, None)
         elif record.kind in (_RANGES, _ROWS):
             undo.append(record)
+        elif record.kind == _ROWS_BEFORE:
+            [of_change] = _CHANGE.unpack_from(record.data)
+            rows_before |= join_rows(of_change, [unpack_rows(record.data[_CHANGE.size :])])
         else:
             raise RecoveryError(f"the stored log has a record of kind {record.kind}")
     if head is None:
@@ -157,7 +176,9 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
             raise RecoveryError(f"memory {number} of this server ({key}) has {found} bytes, not {nbytes}")
         regions.append(Region(number, key, os.dup(fds[number])))
     last = max([last, *known, *fds])
-    return Stored(head, generation, last, regions, images, last_space, finished, change, undo, kept)
+    return Stored(
+        head, generation, last, regions, images, last_space, finished, change, undo, rows_before, kept
+    )
 
 
 class Durability:
@@ -188,6 +209,7 @@ class Durability:
                 self.memory.add(region)
             self.memory.last, self._last_space = stored.last, stored.last_space
             self.journal.number = stored.change + 1
+            self.journal.rows_before = dict(stored.rows_before)
 
     # ---------------------------------------------------------------- what an engine does
 
@@ -276,6 +298,9 @@ class Durability:
         for number in sorted(kept):
             region = self.memory.regions[number]
             log.append(_MEMORY, pack([number, region.nbytes, region.key]))
+        self.journal.forget_others(kept)
+        for matrix, before in self.journal.rows_before.items():
+            log.append(_ROWS_BEFORE, _CHANGE.pack(before.change) + pack_rows(*matrix, before.ids))
         images = []
         for name, space in namespaces.items():
             assert space.changes is not None

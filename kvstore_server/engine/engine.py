@@ -564,6 +564,7 @@ class Engine:
         space.note_tables(ended.number_list)
         # 3. Close the rounds, and advance the clocks of asynchronous ranks.
         space.log_rounds("applied", tracker, ended.tables)
+        space.shard.storage.end_change(ended.all_slots)
         tracker.finish(ended.numbers, ended.all_slots)
         for rank, inputs in tracker.inputs.items() if not is_shared else ():
             for number, flag in zip(ended.number_list, inputs.flags[ended.numbers].tolist(), strict=True):
@@ -1244,10 +1245,9 @@ def _answer_pull(
         if isinstance(wanted, m.Pull) and wanted.round >= 0:
             found = [space.weights_before(wanted.round, space.tables[number]) for number in numbers]
         elif isinstance(wanted, m.PullRows):
-            found = [
-                space.rows(rank, table, [table.pulled_part(wanted)], is_pull=True)
-                for table in map(space.table, numbers)
-            ]
+            [table] = [space.table(number) for number in numbers]
+            is_former = wanted.round >= 0 and space.is_over(wanted.round, table)
+            found = [space.rows(rank, table, [table.pulled_part(wanted, is_former)], is_pull=True)]
         else:
             tables = [space.tables[number] for number in numbers]
             plain = [table.number for table in tables if table.deltas is None]

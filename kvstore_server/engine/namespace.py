@@ -794,25 +794,33 @@ class Namespace:
 
         Raises WorkerLostError if they are not kept any more.
         """
-        number = table.number
-        batch, open_round = self.batch_of(np.array([number], np.int64)), self.rounds.shared.number(number)
+        batch = self.batch_of(np.array([table.number], np.int64))
+        if not self.is_over(round_, table):
+            return self.weights(batch, is_pull=True)
+        parts = batch.parts.copy()
+        parts[:, 1] = table.version - 1
+        former = [self.shard.storage.former(slot) for slot in batch.part_slots]
+        return m.Weights(parts, tuple([weights.clone() for weights in former if weights is not None]))
+
+    def is_over(self, round_: int, table: Table) -> bool:
+        """Return whether a round that a process repeats has changed the weights, so that it needs the former ones.
+
+        Raises WorkerLostError if they are not kept any more.
+        """
+        number, storage = table.number, self.shard.storage
+        open_round = self.rounds.shared.number(number)
         # A round that failed, or ended without an update, has left the weights as they were when it began.
         has_changed = self.rounds.shared.was_applied(number, round_) and not table.ends[ALL].is_skipped
         if open_round == round_ or (open_round == round_ + 1 and not has_changed):
-            return self.weights(batch, is_pull=True)
-        former = [self.shard.storage.former(slot) for slot in batch.part_slots]
-        kept = [weights for weights in former if weights is not None]
-        are_all = len(kept) == len(former) and len(batch.part_slots) == len(table.unit.slices)
-        if open_round != round_ + 1 or not are_all:
+            return False
+        are_kept = all(map(storage.knows_former, range(table.unit.first, table.unit.end)))
+        if open_round != round_ + 1 or not are_kept:
             raise WorkerLostError(
                 f"round {round_} of {table.name!r} cannot be repeated on server {self.config.server}, where round "
                 f"{open_round} is open: a process has committed it to some of the servers and died, and the weights "
-                "before it are not kept; dense ones are with --durability process. Restart the job from its last saved "
-                "states"
+                "before it are not kept; they are with --durability process. Restart the job from its last saved states"
             )
-        parts = batch.parts.copy()
-        parts[:, 1] = table.version - 1
-        return m.Weights(parts, tuple([weights.clone() for weights in kept]))
+        return True
 
     def weights_to_map(self, batch: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
         """Return the current weights of some tables for ranks that map them: locations, and bytes of what has none.

@@ -539,8 +539,12 @@ class Table:
         ids = [None if (rows := changed[one]) is None else rows.get(0, _NO_IDS) for one in keys]
         return keys if all(one is not None for one in ids) and any(changed[one] for one in keys) else [key]
 
-    def pulled_part(self, pull: m.PullRows) -> RowPart:
-        """Return the values of the requested rows, flat. Raises ProtocolError unless they exist and fit a message."""
+    def pulled_part(self, pull: m.PullRows, is_former: bool = False) -> RowPart:
+        """Return the values of the requested rows, flat. Raises ProtocolError unless they exist and fit a message.
+
+        Args:
+            is_former: As they were before the last round, which the caller knows to be kept.
+        """
         self.shard.rows_of(self.unit, pull.key)
         block = self.plan.joined_rows(pull.key).blocks[self.unit.server]
         num_rows = int(block.starts[-1])
@@ -554,7 +558,17 @@ class Table:
             raise ProtocolError(
                 f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {num_rows} here"
             )
-        found = self.shard.take_rows(self.unit, pull.key, torch.from_numpy(ids.astype(np.int64)))
+        if is_former:
+            cuts = np.searchsorted(ids, block.starts).tolist()
+            parts = []
+            for slice_, first, begin, end in zip(block.slices, block.starts, cuts, cuts[1:], strict=False):
+                own = torch.from_numpy(ids[begin:end].astype(np.int64) - first)
+                rows = self.shard.storage.former_rows(self.unit.slots[slice_.index], block.position, own)
+                assert rows is not None
+                parts.append(rows)
+            found = torch.cat(parts)
+        else:
+            found = self.shard.take_rows(self.unit, pull.key, torch.from_numpy(ids.astype(np.int64)))
         return RowPart(block.slices[0].index, found.view(-1), m.VALUES)
 
     def _pack(self, slices: Sequence[Slice], rows: Rows) -> list[RowPart]:

@@ -241,6 +241,8 @@ class PullRows:
     ids: bytes
     """int64, distinct and ascending, counted from the first row of the key on this server."""
     timeout: float
+    round: int = -1
+    """As in `Pull`."""
 
 
 @dataclass(frozen=True, slots=True)

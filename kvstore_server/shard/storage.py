@@ -57,8 +57,11 @@ _WORTH_A_GAP = 4 * LONG
 """From this size a slice is moved to a page boundary if needed: the gap costs one more call, less than copying the
 slice to workers.
 """
-_NEVER, _IN_PART = -1, -2
-"""In place of the number of a change: none has copied the weights of a slot; not all of them are in the shadow."""
+_UNKNOWN = -1
+"""The weights of a slot before its last change are not known."""
+_COPIED, _ROWS, _SAME, _KINDS = 0, 1, 2, 4
+"""How they are: all of them in the shadow, some rows, or unchanged. What is stored is the change times `_KINDS`, plus
+this."""
 VERSIONS_KEPT = 256
 """How many changes of a key are stored one by one."""
 
@@ -297,8 +300,8 @@ class Storage:
         self.all_blocks: list[Block] = []
         """In the order in which they were allocated."""
         self.protected_at = np.zeros(0, np.int64)
-        """For each slot, the number of the change before which its weights were copied to the journal's shadow, or
-        `_NEVER` or `_IN_PART`. Longer than there are slots.
+        """For each slot, the number of its last change and how the weights before it are known, or `_UNKNOWN`. Longer
+        than there are slots.
         """
         self.moved_to: dict[int, int] = {}
         """Slot that has moved → the spare of its block where it is; only with a journal."""
@@ -318,7 +321,7 @@ class Storage:
         unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
         blocks = self._blocks_for(plan, slices, memory)
         if len(self.protected_at) < len(self.slots) + len(slices):
-            more = np.full(len(self.protected_at) + len(slices), _NEVER, np.int64)
+            more = np.full(len(self.protected_at) + len(slices), _UNKNOWN, np.int64)
             self.protected_at = np.concatenate([self.protected_at, more])
         for slice_ in slices:
             self._add_slot(unit, slice_, blocks[slice_.dtype])
@@ -496,9 +499,14 @@ class Storage:
 
     def note_protected(self, first: int, end: int) -> None:
         assert self.journal is not None
-        is_moved = self._moved and not self._moved.keys().isdisjoint(range(first, end))
-        # The shadow of a spare is not looked at for former weights.
-        self.protected_at[first:end] = _IN_PART if is_moved else self.journal.number
+        self.protected_at[first:end] = self.journal.number * _KINDS + _COPIED
+
+    def end_change(self, slots: Counts) -> None:
+        """Record that a round of these slots has ended: those that it has not written are as they were before it."""
+        if self.journal is not None:
+            of_slots = self.protected_at[slots]
+            is_same = of_slots // _KINDS != self.journal.number
+            self.protected_at[slots] = np.where(is_same, self.journal.number * _KINDS + _SAME, of_slots)
 
     def protect_rows(self, layout: KeyLayout, ids: Tensor, with_state: bool) -> bool:
         """Copy only some rows of a key, or of several as one, to the journal's shadow; return whether it did."""
@@ -513,7 +521,8 @@ class Storage:
         )
         for memory in [block.weights, *(block.states.tensors.values() if with_state else ())]:
             self.journal.protect_rows(memory[layout.part].view(-1, layout.width), ids)
-        self.protected_at[layout.slot : layout.end_slot] = _IN_PART
+        if len(ids):
+            self.protected_at[layout.slot : layout.end_slot] = self.journal.number * _KINDS + _ROWS
         return True
 
     def protect_state(self, block: Block, part: slice) -> None:
@@ -521,16 +530,57 @@ class Storage:
         if self.journal is not None:
             self.journal.protect([memory[part] for memory in block.states.tensors.values()])
 
+    def knows_former(self, slot: int) -> bool:
+        """Return whether a slot's weights before its last round are kept."""
+        return self.journal is not None and int(self.protected_at[slot]) >= 0
+
     def former(self, slot: int) -> Tensor | None:
-        """Return a slot's weights (with padding) before the last change of its unit; None if they were not kept."""
-        one = self.slots[slot]
-        of_unit = self.protected_at[one.unit.first : one.unit.end]
-        last = int(of_unit.max())
-        if self.journal is None or last < 0 or int(of_unit.min()) == _IN_PART:
+        """Return a slot's weights (with padding) before its last round; None if they were not kept."""
+        change, kind = divmod(int(self.protected_at[slot]), _KINDS)
+        if self.journal is None or not self.knows_former(slot):
             return None
-        if self.protected_at[slot] != last:
-            return self.padded[slot]  # the last change left it as it was
-        return self.journal.former(one.block.weights[one.start : self.ends[slot]])
+        if kind == _COPIED:
+            return self.journal.former(self.padded[slot])
+        if kind == _SAME:
+            return self.padded[slot]
+        found = self.padded[slot].clone()
+        for position, segment in enumerate(self.slots[slot].slice.segments):
+            if segment.numel:
+                rows = self._rows_of_segment(slot, position, found)
+                before = self.journal.former_rows(
+                    self._rows_of_segment(slot, position, self.padded[slot]), change
+                )
+                if before is not None:
+                    rows[torch.from_numpy(before[0])] = before[1]
+        return found
+
+    def former_rows(self, slot: int, position: int, ids: Tensor) -> Tensor | None:
+        """Return rows of a segment, counted from its first one, before its last round; None if they were not kept."""
+        rows = self._rows_of_segment(slot, position, self.padded[slot])
+        change, kind = divmod(int(self.protected_at[slot]), _KINDS)
+        if self.journal is None or not self.knows_former(slot):
+            return None
+        if kind == _COPIED:
+            former = self.journal.former(self.padded[slot])
+            return (
+                None if former is None else self._rows_of_segment(slot, position, former).index_select(0, ids)
+            )
+        found = rows.index_select(0, ids)
+        before = self.journal.former_rows(rows, change) if kind == _ROWS else None
+        if before is not None and len(before[0]):
+            known, values = torch.from_numpy(before[0]), before[1]
+            at = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
+            have_changed = known[at] == ids
+            found[have_changed] = values[at[have_changed]]
+        return found
+
+    def _rows_of_segment(self, slot: int, position: int, weights: Tensor) -> Tensor:
+        """View a segment of a slot's weights as rows of its key; as one row if it has no whole ones."""
+        one = self.slots[slot]
+        segment = one.slice.segments[position]
+        width = self.layouts[one.unit.first_key + segment.key].width
+        flat = weights[segment.start : segment.start + segment.numel]
+        return flat.view(-1, width if segment.numel % width == 0 else segment.numel)
 
     def settle(self, first: int, end: int, joined: Tensor) -> None:
         """End a write begun by `borrow`; a copy is written back."""
@@ -605,6 +655,7 @@ class Storage:
         for slot, at in self.moved_to.items():
             one, part = self.slots[slot], slice(self.slots[slot].start, self.ends[slot])
             one.block.weights[part].copy_(self.spare(one.block, at)[part])
+            self.protected_at[slot] = _UNKNOWN  # what was before is in the spare's shadow
         self.moved_to.clear()
 
     def forget_former(self, undone: Sequence[tuple[int, int, int]]) -> None:
@@ -613,7 +664,7 @@ class Storage:
             size = SIZES[one.slice.dtype]
             begin, end = one.start * size, self.ends[slot] * size
             if any(n == one.block.number and first < end and begin < last for n, first, last in undone):
-                self.protected_at[slot] = _IN_PART
+                self.protected_at[slot] = _UNKNOWN
 
     def durable_copy(self, name: str, slot: int) -> Tensor | None:
         """Copy a slot's weights into memory with the layout of its block that outlives the process, if any does."""

@@ -109,7 +109,8 @@ class RowPulls:
                 for at in range(0, len(own), block.most):
                     some = own[at : at + block.most].astype("<i8").tobytes()
                     first = block.slices[0].segments[block.position].key
-                    body = m.PullRows(table.numbers[block.server], first, some, timeout)
+                    before = table.round if table.is_repeated else -1
+                    body = m.PullRows(table.numbers[block.server], first, some, timeout, before)
                     requests.append((block.server, body))
                     places.append((table, out, where[at : at + block.most]))
         asked = RowsAsked(self.session.begin(requests), places, outs)
@@ -178,7 +179,7 @@ class TableRows:
         Args:
             are_given: This worker computes with them, and does not only inspect them.
         """
-        if not self.are_read:
+        if not self.are_read or self._table.is_repeated:
             return None
         rounds, table = self._pulls.rounds, self._table
         rounds.wait_pending(table)

@@ -199,6 +199,8 @@ class RemoteTable:
         self.followed: dict[int, tuple[int, Tensor]] = {}
         """Slice (by index) → the version and the weights that its next changes are added to, with padding."""
         self._tables = tables
+        self._repeated = -1
+        """The round of `repeat`."""
         self._at: dict[int, int] | None = None
         """Slice → its position among those of its server; made when it is needed."""
 
@@ -286,6 +288,15 @@ class RemoteTable:
         if self.takeover.first < 0:
             self.takeover = None
         self.resume(self.round, self.takeover is not None)
+
+    def repeat(self) -> None:
+        """Read rows as they were when the next round began, until it is given: some servers may have applied it."""
+        self._repeated = self.round
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether an earlier process of this rank has given the next round to some servers."""
+        return self._repeated == self.round
 
     def resume(self, round_: int, is_initialised: bool) -> None:
         self._tables.round[self.index] = round_

@@ -308,6 +308,8 @@ class StoreExchange(Exchange):
         elif is_whole:
             self._table.lose_commit()
         if round_ is None and self._table.takeover is not None:
+            if self.is_sync:
+                self._table.repeat()
             rounds.pull([self._table], [out], self._table.round if self.is_sync else -1)
         self._check_mapped(mine)
         self.sink.deliver(weights, self.sink.outs(weights))

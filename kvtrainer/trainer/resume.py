@@ -73,6 +73,9 @@ def resume(pipeline: StepPipeline) -> Resumption:
     before = records.repeated or last
     if before is not None:
         _adopt(pipeline, before)
+    if last is not None and isinstance(store := pipeline.binding.store, DistKVStore):
+        # The script repeats the barriers that stand before the step to be repeated.
+        resume_collectives(store, *last.own["collectives"])
     # 2. What that round did to counts, loss scale and schedules.
     if records.repeated is None and last is not None and last.kind != ASSIGNED:
         _conclude(pipeline, last, resumed)
@@ -115,8 +118,6 @@ def _adopt(pipeline: StepPipeline, record: ClientRecord) -> None:
     for group, options in zip(pipeline.groups.live, own["groups"], strict=True):
         group.update({n: tuple(value) if isinstance(value, list) else value for n, value in options.items()})
     pipeline.groups.counts.adopt(own["num_update"], own["behind"])
-    if isinstance(store := pipeline.binding.store, DistKVStore):
-        resume_collectives(store, *own["collectives"])
     adopt_parts(own["parts"], pipeline)
 
 

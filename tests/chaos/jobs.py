@@ -165,7 +165,19 @@ class Job:
             Member(
                 "server",
                 at,
-                ["-c", _SERVER, "--index", str(at), "--num-servers", str(SERVERS), "--bind", address, *flags],
+                [
+                    "-c",
+                    _SERVER,
+                    "--index",
+                    str(at),
+                    "--num-servers",
+                    str(SERVERS),
+                    "--bind",
+                    address,
+                    "--import",
+                    "tests.chaos.optimizers",
+                    *flags,
+                ],
                 base,
             )
             for at, address in enumerate(addresses)

@@ -148,6 +148,21 @@ def test_a_job_whose_processes_die_one_after_the_other_ends_with_the_same_bits(
     run_case(case, entries, WAYS[at % 2], tmp_path, undisturbed(case, ROUNDS), ROUNDS)
 
 
+HALF = ("adagrad", "stored", "lamb", "own")
+"""Trainings whose half commits are met in `make test`; `momentum` is in `PLACES`."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in HALF else pytest.mark.chaos) for c in CASES]
+)
+def test_a_worker_that_dies_between_two_commits_leaves_no_half_round(
+    case: str, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    place = PLACES["worker.round.next_commit"]
+    entry = f"worker.round.next_commit@1:{place.times()['7th']}"
+    run_case(case, [entry], WAYS[zlib.crc32(case.encode()) % 2], tmp_path, undisturbed(case, ROUNDS), ROUNDS)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "when"), EVERY)

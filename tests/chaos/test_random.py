@@ -22,12 +22,8 @@ from tests.chaos.jobs import REPLACED, SERVERS, WORKERS, Event, Job, Outcome, Un
 ROUNDS = 40
 EVENTS = 6
 """In one job, unless it ends before."""
-TRAININGS = ["momentum", "adam", "adagrad", "clip", "compressed"]
-ROWS = ["adagrad"]
-"""Trainings with row-sparse gradients. A worker that dies between its commits to two servers ends their jobs with a
-WorkerLostError, because servers do not keep the former rows; here only servers die, at random. At failpoints, workers
-of these trainings die, too."""
-SEEDS, MANY_SEEDS = 5, 64
+TRAININGS = ["momentum", "adam", "adagrad", "clip", "compressed", "stored", "own"]
+SEEDS, MANY_SEEDS = 4, 64
 """Seeds of each training in `make test` and in `make chaos`."""
 
 
@@ -57,11 +53,11 @@ def wake(job: Job) -> None:
             process.send_signal(signal.SIGCONT)
 
 
-def schedule(seed: int, only_servers: bool = False) -> Iterator[Event]:
+def schedule(seed: int) -> Iterator[Event]:
     """Events drawn by a seed: what happens after how many seconds, and to whom."""
     draw = random.Random(seed)
     for _ in range(EVENTS):
-        at, after = draw.randrange(SERVERS if only_servers else SERVERS + WORKERS), draw.uniform(0.02, 0.3)
+        at, after = draw.randrange(SERVERS + WORKERS), draw.uniform(0.02, 0.3)
         what = draw.choice(["kill", "kill", "kill", "pause", "replace"])
         if what == "replace" and at >= SERVERS:
             yield after, partial(replace, at=at)
@@ -75,7 +71,7 @@ def schedule(seed: int, only_servers: bool = False) -> Iterator[Event]:
 
 def check(case: str, way: str, seed: int, folder: Path, expected: list[str]) -> Outcome:
     with Job(case, ROUNDS, folder, {"KVSTORE_TRANSPORT": way}, stopped=lambda job, member: None) as job:
-        outcome = job.run(schedule(seed, case in ROWS))
+        outcome = job.run(schedule(seed))
     check_bits(outcome, expected)
     return outcome
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
 import kvtrainer
+import tests.chaos.optimizers  # noqa: F401 - registers one
 
 ROWS, WIDTH = 3000, 16
 BATCH = 8
@@ -61,6 +62,8 @@ CASES = {
     "stored": Case("adagrad", {"learning_rate": 0.02}, table="stored"),
     "barrier": Case("sgd", MOMENTUM, barriers=True),
     "join": Case("sgd", MOMENTUM, uneven=True),
+    "lamb": Case("lamb", {"learning_rate": 0.01}),
+    "own": Case("skewed", {"learning_rate": 0.05}),
 }
 
 

@@ -32,6 +32,7 @@ REQUESTS: list[Any] = [
     m.Pull((0, 1, 5), 3.5),
     m.Pull((0,), 3.5, 7),
     m.PullRows(0, 3, struct.pack("<2q", 0, 2), 3.5),
+    m.PullRows(0, 3, struct.pack("<2q", 0, 2), 3.5, 7),
     m.MapRows(7),
     m.SetOptimizer(b"\x81"),
     m.Gather(4, 2.5),

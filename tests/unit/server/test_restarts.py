@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -271,17 +272,77 @@ def test_memory_of_an_optimizer_that_was_replaced_is_given_back(store: HeldDescr
     assert table.shard.get_state(table.unit, 0).tensors == {}
 
 
-@pytest.mark.parametrize("name", ["momentum", "slice by slice", "one that may raise", "2bit"])
-def test_weights_of_the_round_before_are_kept_over_a_restart(name: str, store: HeldDescriptors) -> None:
+@pytest.mark.parametrize("is_compacted", [False, True])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.mode.is_sync])
+def test_weights_of_the_round_before_are_kept_over_a_restart(
+    name: str, is_compacted: bool, store: HeldDescriptors
+) -> None:
     case = CASES[name]
     job, before = Job(case, store), dict[int, list[bytes]]()
     for step in list(job.steps())[:-1]:
         before = job.weights() if job.engine.namespaces else before
         assert job.send(list(step))
+    if is_compacted:
+        compact(job)
     for now in (job, Job(case, store)):
         tables = now.engine.namespaces["job"].tables
         former = [now.former(table) for table in tables]
         assert former == [before[table.number] for table in tables]
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+@pytest.mark.parametrize("name", ["rows", "rows of sgd", "rows as changes"])
+def test_rows_of_the_round_before_are_kept_over_a_restart(
+    name: str, is_compacted: bool, store: HeldDescriptors
+) -> None:
+    case = CASES[name]
+    job, every = Job(case, store), np.arange(TABLE.shape[0], dtype="<i8").tobytes()
+    *former_rounds, last_round, _ = job.steps()
+    for step in former_rounds:
+        assert job.send(list(step))
+    before = rows_told(job.ask(0, m.PullRows(0, 0, every, 60.0)))
+    assert job.send(list(last_round))
+    if is_compacted:
+        compact(job)
+    some = np.array([0, 3, 4, 11, 19], "<i8")
+    width = TABLE.shape[1]
+    wanted = np.frombuffer(before, np.float32).reshape(-1, width)[some].tobytes()
+    for now in (job, Job(case, store)):
+        now.sessions |= job.sessions
+        told = rows_told(now.ask(0, m.PullRows(0, 0, some.tobytes(), 60.0, case.rounds)))
+        present = rows_told(now.ask(0, m.PullRows(0, 0, some.tobytes(), 60.0, case.rounds + 1)))
+        assert told == wanted != present
+        assert present == rows_told(now.ask(0, m.PullRows(0, 0, some.tobytes(), 60.0)))
+        [failed] = now.ask(0, m.PullRows(0, 0, some.tobytes(), 60.0, case.rounds - 1))
+        assert isinstance(failed, m.Failed)
+        assert failed.code == "WorkerLostError"
+
+
+def rows_told(answers: Sequence[m.ReplyBody]) -> bytes:
+    [answer] = answers
+    assert isinstance(answer, m.Weights)
+    return b"".join([one.numpy().tobytes() for one in answer.payloads])
+
+
+def compact(job: Job) -> None:
+    engine = job.engine
+    assert engine._durability is not None
+    engine._durability.compact(engine.namespaces, engine._sessions, engine._finished)
+
+
+def test_weights_before_a_round_of_other_keys_are_the_present_ones(store: HeldDescriptors) -> None:
+    case = CASES["sgd"]
+    job = Job(case, store)
+    job.run()
+    # All ranks leave out all keys: the round is applied, and changes nothing.
+    before, round_ = job.weights(), case.rounds + 1
+    for rank in range(case.ranks):
+        commits = m.matrix([(0, round_, 0, 0, -1, 0)], m.COMMIT_WORDS)
+        absent = tuple((0, key) for key in range(len(case.plans[0].specs)))
+        job.ask(rank, m.Contribute(m.matrix((), m.PUSH_WORDS), (), commits, timeout=600.0, absent=absent))
+    for now in (job, Job(case, store)):
+        [table] = now.engine.namespaces["job"].tables
+        assert (table.version, now.former(table)) == (round_, before[0])
 
 
 def test_weights_before_a_round_that_changed_nothing_are_the_present_ones(store: HeldDescriptors) -> None:
@@ -299,13 +360,6 @@ def test_weights_before_a_round_that_changed_nothing_are_the_present_ones(store:
     assert all(map(torch.equal, before.payloads, now.payloads))
 
 
-def test_weights_of_the_round_before_are_not_kept_for_rows(store: HeldDescriptors) -> None:
-    job = Job(CASES["rows of sgd"], store)
-    job.run()
-    [table] = job.engine.namespaces["job"].tables
-    assert table.shard.former_weights(table.unit, 0) is None
-
-
 def test_weights_that_moved_because_they_are_read_survive(store: HeldDescriptors) -> None:
     case = CASES["momentum"]
     leases = Leases()
@@ -315,9 +369,13 @@ def test_weights_that_moved_because_they_are_read_survive(store: HeldDescriptors
     storage = job.engine.namespaces["job"].shard.storage
     for slot in range(len(storage.slots)):
         leases.hold(storage.padded[slot])
-    job.run()
+    before = job.weights()
+    for step in list(job.steps())[3:]:
+        before = job.weights() if job.engine.namespaces["job"].tables[0].version < case.rounds else before
+        assert job.send(list(step))
     assert storage.has_moved
     assert job.facts() == undisturbed("momentum")
+    assert [job.former(table) for table in job.engine.namespaces["job"].tables] == list(before.values())
     again = Job(case, store)
     assert again.facts() == undisturbed("momentum")
     assert not again.engine.namespaces["job"].shard.storage.has_moved
