@@ -186,7 +186,7 @@ class Journal:
         place = self.memory.find(rows)
         if place is None or not len(rows):
             return None
-        region, begin, end = place
+        region, begin, _ = place
         for (number, start, width), before in self.rows_before.items():
             first, rest = divmod(begin - start, width)
             if number != region.number or before.change != change or width != rows.nbytes // len(rows):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
-from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, from_wire
+from kvstore_server.errors import FencedError, KVStoreError, RoundAbortedError, describe, from_wire
 from kvstore_server.failpoints import failpoint
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
@@ -504,6 +504,13 @@ class Rounds:
             isinstance(round_.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
         ):
             round_.error = error
+        if isinstance(error, FencedError):
+            # Another process has this rank, so what becomes of the round is not for this one to know, or to abort.
+            for one in list(round_.open):
+                one.failed |= dict.fromkeys(one.open, failure.next_round)
+                one.open.clear()
+                round_.finish(one, ())
+            return
         named = {request.layout.position.get(failure.table)}
         failed = sorted(request.open if failure.table == -1 else request.open.intersection(named))
         for at in failed:
@@ -648,8 +655,10 @@ class Rounds:
                 table.compressor.accept()
         # 6. Free the gradients, although the caller may keep the round.
         round_.contribution = round_.contribution._replace(values=None)
-        # 7. Abort what is lost on all servers.
-        if lost:
+        # 7. Abort what is lost on all servers, unless another process has this rank.
+        if lost and isinstance(error, FencedError):
+            all_tables.broken.update(dict.fromkeys(lost, error))
+        elif lost:
             # Whoever interrupts does not want to wait for a server that is being restarted.
             awaits_restarts = error is None or isinstance(error, Exception)
             given_up = [table for table in tables if table.index in lost]

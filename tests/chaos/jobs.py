@@ -74,8 +74,13 @@ class Member:
         return self.process is not None and _is_stopped(self.process)
 
     def signal(self, number: int) -> None:
-        if self.process is not None:
-            self.process.send_signal(number)
+        """Send a signal, unless it has ended; it is not reaped here, because what it has sent was not received yet."""
+        if self.process is not None and not self.is_done and not self.has_ended():
+            os.kill(self.process.pid, number)
+
+    def has_ended(self) -> bool:
+        assert self.process is not None
+        return bool(select.select([self.process.fileno()], [], [], 0)[0])
 
     def said(self) -> str:
         """The end of what its processes have written."""
@@ -247,7 +252,7 @@ class Job:
         assert member.process is not None
         if member.is_done:
             return
-        has_ended = bool(select.select([member.process.fileno()], [], [], 0)[0])
+        has_ended = member.has_ended()
         member.receive()  # before it is reaped
         if not has_ended:
             if member.is_stopped():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -9,14 +10,20 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
+from kvstore_server.protocol.messages import SECRET_BYTES
+from kvtrainer.client.client import Client, Loopback
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.rounds import Rounds
+from kvtrainer.client.session import SessionOptions
 from kvtrainer.client.tables import Compressor, RemoteTable
 from kvtrainer.errors import (
     DeadlineError,
+    FencedError,
     KVStoreError,
     NonFiniteGradientError,
     OptimizerError,
@@ -424,3 +431,20 @@ def test_weights_of_an_older_reply_are_not_mixed_with_newer_ones() -> None:
     bench.run()
     assert bench.out.eq(9.0).all()
     assert bench.table.versions == {0: 5}
+
+
+def test_a_fenced_process_leaves_the_round_on_other_servers_to_its_successor() -> None:
+    engines = [Engine(EngineConfig(server, 2, run=server + 1)) for server in range(2)]
+    client = Client(Loopback(engines, time.monotonic), SessionOptions("job", 0, 2), time.monotonic)
+    client.connect()
+    [table] = client.register({"w": [TensorSpec("w", (100_000,), "float32")]})
+    # The successor has said hello on the first server, and not on the second one yet.
+    peer = b"p" * SECRET_BYTES
+    hello = m.Hello("job", 0, 2, 0, 2, "", "host", b"n" * SECRET_BYTES, (peer,))
+    engines[0].handle(peer, m.Request(0, 0, 1, hello), 0.0)
+    values = table.new_arenas()
+    for _ in range(2):
+        with pytest.raises(FencedError):
+            client.rounds.wait(client.rounds.start(Contribution([table], [values], [values])))
+    rounds = engines[1].namespaces["job"].rounds.shared
+    assert (rounds.number(0), rounds.has_committed(0, 0)) == (0, True)
