@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvstore_server import check
 from kvstore_server.engine.engine import MAX_WORKERS
@@ -137,6 +138,8 @@ class DistKVStore(TableKVStore):
         self.servers = topology.servers
         """Addresses of the servers, by index."""
         self._clients: list[Client] = []
+        self._agreements: dict[int, Client] = {}
+        """Number of an agreement → its client; closed ones are dropped when the next one is opened."""
         weakref.finalize(self, _close_clients, self._clients)
         self._sides = 0
         super().__init__(type, self._connect(""))
@@ -161,6 +164,8 @@ class DistKVStore(TableKVStore):
         except BaseException as error:
             client.close(error)
             raise
+        self._agreements = {n: one for n, one in self._agreements.items() if not one.is_closed}
+        self._agreements[self._sides] = client
         return ServerAgreement(client)
 
     def close(self) -> None:
@@ -185,14 +190,28 @@ class DistKVStore(TableKVStore):
         return client
 
 
-def count_collectives(store: DistKVStore) -> tuple[int, int]:
-    """Return how many agreements a worker has opened, and how many barriers of the store it has passed."""
-    return store._sides, store._client.num_barriers
+class Collectives(NamedTuple):
+    """How many collective calls a worker has made over its store."""
+
+    agreements: int
+    """How many agreements it has opened."""
+    barriers: int
+    """How many barriers of the store it has passed."""
+    open: Mapping[int, int]
+    """Number of each agreement that is open → how many calls were made over it."""
 
 
-def resume_collectives(store: DistKVStore, agreements: int, barriers: int) -> None:
+def count_collectives(store: DistKVStore) -> Collectives:
+    open_ = {number: one.num_barriers for number, one in store._agreements.items() if not one.is_closed}
+    return Collectives(store._sides, store._client.num_barriers, open_)
+
+
+def resume_collectives(store: DistKVStore, former: Collectives) -> None:
     """Count on from what an earlier process of this rank has done; those that it did after that are repeated."""
-    store._sides, store._client.num_barriers = agreements, barriers
+    store._sides, store._client.num_barriers = former.agreements, former.barriers
+    for number, count in former.open.items():
+        if number in store._agreements:
+            store._agreements[number].num_barriers = count
 
 
 def _show_debug_log(rank: int) -> None:

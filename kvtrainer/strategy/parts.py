@@ -9,6 +9,7 @@ section 2.1:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -132,6 +133,32 @@ def share_weights(model: nn.Module, agreement: Agreement) -> None:
     with agreement.all_or_none("take over the weights of rank 0"):
         if agreement.rank != 0:
             load_weights(model, {**state, **found}, strict=True, revise_keys=())
+
+
+def pack_buffers(model: nn.Module) -> bytes:
+    """Return the values of a model's buffers, such as those of BatchNorm, one after another."""
+    return b"".join([_bytes_of(buffer).numpy().tobytes() for buffer in innermost_module(model).buffers()])
+
+
+def restore_buffers(model: nn.Module, packed: bytes) -> None:
+    """Write what `pack_buffers` returned to the same model. Raises StateMismatchError if it is for another one."""
+    buffers = list(innermost_module(model).buffers())
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    if sum(sizes) != len(packed):
+        raise StateMismatchError(
+            f"an earlier process of this rank had buffers of {len(packed)} bytes, the model here has {sum(sizes)}; "
+            "start it with the same model"
+        )
+    starts = itertools.accumulate(sizes, initial=0)
+    with torch.no_grad():
+        for buffer, start, size in zip(buffers, starts, sizes, strict=False):
+            if size:
+                own = torch.frombuffer(bytearray(packed[start : start + size]), dtype=buffer.dtype)
+                buffer.copy_(own.view(buffer.shape))
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    return buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _describe_shape(value: Any) -> str:

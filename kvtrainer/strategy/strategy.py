@@ -9,6 +9,9 @@ joins if a launcher started the process.
 checkpoint against what exists here (`_fit`), and only then loads the parts. Rank 0 writes a checkpoint; states that
 differ between ranks (random numbers, residuals of compression) are gathered from all of them.
 
+`rejoin` lets a worker that was killed continue without a checkpoint: what a step of this rank counts for lies on the
+servers (see `Trainer.resume`), together with random numbers, buffers, and what the script gives as `client_state`.
+
 `prepare` may be called again: parts that exist are kept. A part that failed, such as learning-rate scaling, is retried
 by the next call (`_due`).
 """
@@ -34,12 +37,23 @@ from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment
 from kvtrainer.strategy.base import TIME, BaseStrategy, Callback
-from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, innermost_module
+from kvtrainer.strategy.parts import (
+    WITHOUT_WRAPPER,
+    ReviseKeys,
+    innermost_module,
+    pack_buffers,
+    restore_buffers,
+)
 from kvtrainer.sync.select import traits_of
+from kvtrainer.trainer.resume import Resumption
+from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.trainer.trainer_dict import check_names
+from kvtrainer.utils import get_random_state, set_random_state
 
 Steps = list[Callable[[], None]]
 """Functions that load a part of a checkpoint, after all parts were checked."""
+_MOST_BUFFERS = 24 << 10
+"""The most bytes of a model's buffers that travel with each step."""
 _RESERVED = (files.WEIGHTS, files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
 
 
@@ -80,6 +94,8 @@ class Strategy(BaseStrategy):
         env = check.as_mapping(kwargs.get("env_kwargs")) or {}
         self._dist_cfg = dict(check.as_mapping(env.get("dist_cfg")) or {})
         self._made_store: KVStoreBase | None = None
+        self.client_state: Any = None
+        """What the script needs to continue after its next step, in plain values; see `rejoin`."""
         self._due: list[Callable[[], None]] = []
         """Steps that a new Trainer still needs."""
         super().__init__(**kwargs)
@@ -312,6 +328,58 @@ class Strategy(BaseStrategy):
         self._resume_counts(self._place_in(found)[1], files.OPTIMIZER in fitting)
         taken = (files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
         return {name: value for name, value in found.items() if name not in taken}
+
+    def rejoin(self) -> Resumption:
+        """Continue where an earlier process of this rank has ended; on a first start, begin. Blocks.
+
+        Call it once on every worker, after `prepare` and before the first step. From then on each step stores on the
+        servers what another process of this rank needs: `client_state`, the states of the random generators, the
+        model's buffers, and what `Trainer.resume` stores. The script of a worker that was started again repeats its
+        calls up to here, and this one restores all of that; no checkpoint is needed. On a first start a checkpoint may
+        be loaded after it.
+
+            batches = ResumableBatches(loader)
+            start = strategy.rejoin()
+            if start.client_state is not None:
+                batches.load_state_dict(start.client_state)
+            for epoch in range(batches.epoch, num_epochs):
+                for x, y in batches:
+                    ...
+                    strategy.client_state = batches.state_dict()
+                    trainer.step(batch_size)
+
+        Raises:
+            ConfigurationError: There are several Trainers; or random states, buffers and `client_state` are longer than
+                what travels with a step, which a step may also raise; or as in `Trainer.resume`.
+            WorkerLostError, KVStoreError: As in `Trainer.resume`.
+        """
+        self._check_prepared("rejoin()")
+        trainer = self._trainer()
+        if not isinstance(trainer, Trainer):
+            raise ConfigurationError(
+                f"rejoin() is possible with one Trainer; this strategy has {len(self._trainers)}, and a worker may end "
+                "between their steps. Resume from a checkpoint instead"
+            )
+        if (nbytes := len(pack_buffers(self.model))) > _MOST_BUFFERS:
+            raise ConfigurationError(
+                f"the model has buffers of {nbytes} bytes, such as those of BatchNorm; up to {_MOST_BUFFERS} travel "
+                "with each step for a worker that comes back. Resume from checkpoints, or use layers without buffers"
+            )
+        start = trainer.resume()
+        trainer.register_step_pre_hook(lambda *_: self._describe(trainer))
+        self._describe(trainer)
+        if start.client_state is None:
+            return start
+        found = start.client_state
+        restore_buffers(self.model, found["buffers"])
+        set_random_state(found["random"])
+        self.client_state = found["loop"]
+        return Resumption(start.round, self.client_state)
+
+    def _describe(self, trainer: Trainer) -> None:
+        """Let the coming step store what the successor of this process needs."""
+        random, buffers = get_random_state(), pack_buffers(self.model)
+        trainer.client_state = {"loop": self.client_state, "random": random, "buffers": buffers}
 
     def save_checkpoint(
         self,

@@ -508,6 +508,14 @@ class Binding:
             layout.tables.are_placed()
             layout.arena.mark_updated(None)
 
+    def adopt_assigned(self, layout: Memory) -> None:
+        """Take the weights of an `assign` that an earlier process of this rank has made, instead of repeating it."""
+        self.check_whole()
+        assert self.holder is not None
+        self.holder.adopt_assigned(layout.arena.weights)
+        layout.tables.are_placed()
+        layout.arena.mark_updated(None)
+
     @property
     def rows(self) -> TableRows:
         assert self.holder is not None

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kvstore_server.restarts import REPLACED
 from kvtrainer.errors import ConfigurationError, FencedError
 from kvtrainer.kvstore.base import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES
-from kvtrainer.kvstore.dist import DistKVStore, count_collectives, resume_collectives
+from kvtrainer.kvstore.dist import Collectives, DistKVStore, count_collectives, resume_collectives
 from kvtrainer.sync.binding import ResumedRounds
 from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord, unpack_user_state
 from kvtrainer.trainer.groups import kept_entries, plain_number
@@ -53,9 +53,10 @@ def describe_state(pipeline: StepPipeline, kind: str, user: bytes) -> bytes:
         ],
         "num_update": num_update,
         "behind": behind,
+        "assigned": 0 if kind == STEP else pipeline.num_assigned + (kind == ASSIGNED),
     }
     if isinstance(store := pipeline.binding.store, DistKVStore):
-        own["collectives"] = count_collectives(store)
+        own["collectives"] = list(count_collectives(store))
     return ClientRecord(kind, holder.round, pipeline.num_steps + (kind == STEP), own, user).pack()
 
 
@@ -75,12 +76,14 @@ def resume(pipeline: StepPipeline) -> Resumption:
         _adopt(pipeline, before)
     if last is not None and isinstance(store := pipeline.binding.store, DistKVStore):
         # The script repeats the barriers that stand before the step to be repeated.
-        resume_collectives(store, *last.own["collectives"])
+        resume_collectives(store, Collectives(*last.own["collectives"]))
     # 2. What that round did to counts, loss scale and schedules.
     if records.repeated is None and last is not None and last.kind != ASSIGNED:
         _conclude(pipeline, last, resumed)
     if last is None:
         return Resumption(0, None)
+    # 3. The script begins with what stands before its next step, also with `set_data` that counts already.
+    pipeline.num_assigned = pipeline.num_assigns_known = last.own["assigned"]
     pipeline.num_steps = last.steps
     return Resumption(last.steps, unpack_user_state(last.user))
 

@@ -77,6 +77,10 @@ class StepPipeline:
         self.last: StepResult | None = None
         self.num_steps = 0
         """How many steps with a round this rank has made, in earlier processes, too."""
+        self.num_assigned = 0
+        """How often weights were published since the last step, by earlier processes, too."""
+        self.num_assigns_known = 0
+        """How many of these the script repeats because an earlier process made them: they are not made again."""
         self.describe_state: Callable[[str], bytes] | None = None
         """Packs what a successor needs if the coming round, of this kind, is the last one; None if none is wanted."""
         self.has_context = False
@@ -735,6 +739,7 @@ class StepPipeline:
         self._reduced, self._is_vetoed, self.is_bad = None, False, False
         self.accumulation.in_window = 0
         self.num_steps += 1
+        self.num_assigned = self.num_assigns_known = 0
         # 2. The result, and counts.
         norm = None
         if limits.max_norm is not None:

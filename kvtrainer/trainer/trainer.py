@@ -1021,8 +1021,13 @@ class Trainer(torch.optim.Optimizer):
                 pipeline.memory.share_weights()
             return
         pipeline.memory.check_in_place()
-        state = b"" if pipeline.describe_state is None else pipeline.describe_state(ASSIGNED)
-        pipeline.binding.assign(pipeline.memory, state)
+        if pipeline.num_assigns_known > 0:
+            pipeline.binding.adopt_assigned(pipeline.memory)
+            pipeline.num_assigns_known -= 1
+        else:
+            state = b"" if pipeline.describe_state is None else pipeline.describe_state(ASSIGNED)
+            pipeline.binding.assign(pipeline.memory, state)
+            pipeline.num_assigned += 1
         pipeline.memory.share_weights()
         pipeline.memory.accept_writes(pipeline.binding.has_weights)
 
