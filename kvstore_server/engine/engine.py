@@ -1060,9 +1060,11 @@ class Engine:
     ) -> Namespace:
         durable = None if self._durability is None else self._durability.begin(name, number)
         resumable = self._resumable.setdefault(_job_of(name), set())
-        return Namespace(
+        space = Namespace(
             name, num_workers, mode, self.config, self.budget, self._leases, now, resumable, durable
         )
+        space.membership.is_used_again = name in self._finished
+        return space
 
     def _forget_if_silent(self, space: Namespace, silence: float) -> None:
         if space.has_values and silence > self.config.forget_after:

@@ -37,6 +37,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol.messages import Gather, Hello
+from kvstore_server.restarts import RESTARTS
 
 _ENDED_KEPT = 1024
 """How many ended sessions are remembered with their reason; older ones get a general answer."""
@@ -235,6 +236,8 @@ class Membership:
     ) -> None:
         self.namespace = namespace
         self.num_workers = num_workers
+        self.is_used_again = False
+        """Whether all workers of a former job of this name have finished."""
         self._awaits_successors = awaits_successors
         self.rejoin_timeout = rejoin_timeout
         self.resumable = set() if resumable is None else resumable
@@ -415,7 +418,9 @@ class Membership:
             return
         # 1. The first ones stay, as long as they are not too many themselves.
         first = first_bytes = 0
-        while first_bytes + _nbytes_of(self.gathered.get(first, ())) <= _GATHERED_KEPT // 2 and first < sequence:
+        while (
+            first_bytes + _nbytes_of(self.gathered.get(first, ())) <= _GATHERED_KEPT // 2 and first < sequence
+        ):
             first_bytes += _nbytes_of(self.gathered.get(first, ()))
             first += 1
         # 2. Of the others the oldest go, a quarter at once, so that not every barrier looks through all of them.
@@ -452,7 +457,13 @@ class Membership:
             return heard + _SEEN.get(member.state, "")
         if rank in self.departed:
             return f"rank {rank} has left ({self.departed[rank]})"
-        return f"rank {rank} never connected"
+        again = ""
+        if self.is_used_again:
+            again = (
+                ". All workers of a former job of this name have finished; if this process was started again after "
+                f"that, it waits in vain: let what starts it set {RESTARTS}, by which servers tell it so"
+            )
+        return f"rank {rank} never connected{again}"
 
 
 def _nbytes_of(parts: Iterable[bytes]) -> int:

@@ -23,6 +23,7 @@ from kvtrainer.client.connection import Connection
 from kvtrainer.client.message_faults import FAULTS, FaultyTransport, parse_faults
 from kvtrainer.client.session import SessionOptions, Transport
 from kvtrainer.common import env
+from kvtrainer.common.exit_code import exit_when_fenced
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.jobs.topology import find_topology
@@ -133,6 +134,7 @@ class DistKVStore(TableKVStore):
             namespace=_next_namespace(os.environ) if namespace is None else namespace,
         )
         # 4. Connect. The finalizer leaves the servers even if the store is only dropped.
+        exit_when_fenced()
         if is_debugging:
             _show_debug_log(topology.rank)
         self.servers = topology.servers

@@ -11,14 +11,9 @@ that round, and its script repeats the step.
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
-from types import TracebackType
 from typing import Any, NamedTuple
 
-from kvstore_server.restarts import REPLACED
-from kvtrainer.errors import ConfigurationError, FencedError
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES
 from kvtrainer.kvstore.dist import Collectives, DistKVStore, count_collectives, resume_collectives
 from kvtrainer.sync.binding import ResumedRounds
@@ -136,21 +131,3 @@ def _conclude(pipeline: StepPipeline, last: ClientRecord, resumed: ResumedRounds
             else [i not in outcome.left_out for i in range(len(pipeline.memory.names))]
         )
     pipeline.conclude(updated)
-
-
-def exit_when_fenced() -> None:
-    """Let this process end with exit code 75 if nothing catches a FencedError."""
-    former = sys.excepthook
-    if getattr(former, "ends_fenced", False):
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        former(kind, error, trace)
-        if isinstance(error, FencedError):
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(REPLACED)  # a hook cannot set the exit code otherwise
-
-    hook.ends_fenced = True  # type: ignore[attr-defined]
-    sys.excepthook = hook

@@ -52,7 +52,7 @@ from kvtrainer.sync.select import select_store
 from kvtrainer.trainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.trainer.join import join
 from kvtrainer.trainer.optimizer_states import OptimizerStates, StateView
-from kvtrainer.trainer.resume import Resumption, describe_state, exit_when_fenced, resume
+from kvtrainer.trainer.resume import Resumption, describe_state, resume
 from kvtrainer.trainer.saving import (
     adopt_rest,
     as_state_dict,
@@ -324,7 +324,6 @@ class Trainer(torch.optim.Optimizer):
             WorkerLostError: The last step has to be repeated, and its former weights are not kept; restart the job.
             KVStoreError: The last round of the earlier process has failed.
         """
-        exit_when_fenced()
         found = resume(self._pipeline)
         if self._pipeline.binding.is_dist:
             self._pipeline.describe_state = self._describe_state

@@ -7,9 +7,11 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import zmq
 
 from kvstore_server.protocol import frames
 from kvstore_server.protocol import messages as m
+from kvstore_server.restarts import REPLACED, RESTARTS
 from kvstore_server.transport.tcp import routing_id
 from kvtrainer import Trainer
 from kvtrainer.client import connection
@@ -423,3 +426,19 @@ def test_a_server_that_died_between_rounds_is_named_at_the_next_one_however_many
     outcomes = together(*(lambda s=s: s.pushpull(keys, [torch.ones(2)] * 40) for s in pair))
     texts = raised(outcomes, ServerUnreachableError)
     assert all(servers[0].address in text and "Restart the job" in text for text in texts)
+
+
+def test_a_worker_that_is_replaced_ends_with_the_code_that_keeps_launchers_from_starting_it_again(
+    members: Members,
+) -> None:
+    """Also before its loop begins: here a process that was held up at its start comes after its successor."""
+    script = "import kvtrainer\nkvtrainer.kvstore.create('dist_sync')\n"
+    with Processes() as processes:
+        [server] = processes.servers(1)
+        with mock.patch.dict(os.environ, {RESTARTS: "1"}):
+            members.join([server], 0, 2, "store0")
+        place = {"KVSTORE_RANK": "0", "KVSTORE_NUM_WORKERS": "2", "KVSTORE_SERVERS": server.address}
+        late = processes.start([sys.executable, "-c", script], place)
+        code, stderr = late.end()
+    assert code == REPLACED
+    assert "FencedError" in stderr

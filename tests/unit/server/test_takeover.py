@@ -11,6 +11,7 @@ from kvstore_server.engine.membership import Membership
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode, Waiter
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
+from kvstore_server.restarts import RESTARTS
 from tests.support.engines import EngineJob as Job
 
 STATE = b"cursor 7"
@@ -145,6 +146,25 @@ def test_a_process_that_is_started_again_after_the_others_failed_begins_as_at_fi
         job.leave(rank, is_clean=False)
     job.tick(REJOIN + 1.0, alive=())
     assert job.hello(0, resumes=True, restarts=1) == m.Registered(0, 0, 0)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_process_that_comes_after_its_job_has_finished_is_told_why_nobody_else_comes(restarts: int) -> None:
+    """Without a number of restarts it may as well be the first process of the next job, which others join."""
+    job = resumable()
+    for rank in range(2):
+        job.leave(rank, is_clean=True)
+    answer = job.hello(1, resumes=True, restarts=restarts)
+    if restarts:
+        assert codes([answer]) == ["FencedError"]
+        return
+    [waits] = job.ask(1, m.Gather(0, 30.0, b""))
+    assert isinstance(waits, m.Pending)
+    assert RESTARTS in waits.why
+    job.hello(0, resumes=True)
+    [waits] = job.ask(1, m.Gather(0, 30.0, b""))
+    assert isinstance(waits, m.Pending)
+    assert RESTARTS not in waits.why
 
 
 @pytest.mark.parametrize("round_", [1, 3])
