@@ -34,6 +34,7 @@ from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.notify import READY, notify
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import preload_optimizers
+from kvstore_server.processes import DEAD_AFTER
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
 from kvstore_server.server import OFF, PROCESS, Server, ServerOptions, make_server
 
@@ -45,7 +46,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose"),
     ("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0"),
     ("--num-servers", "KVSTORE_NUM_SERVERS", 1, int, "how many servers the job has"),
-    ("--dead-after", "KVSTORE_DEAD_AFTER", 60.0, float, "seconds of silence after which a worker counts as lost"),
+    ("--dead-after", "KVSTORE_DEAD_AFTER", DEAD_AFTER, float, "seconds of silence after which a worker counts as lost"),
     ("--rejoin-timeout", "KVSTORE_REJOIN_TIMEOUT", EngineConfig.rejoin_timeout, float,
      "seconds that workers wait for a process that takes over the rank of one that died and called Trainer.resume"),
     ("--slow-after", "KVSTORE_SLOW_AFTER", SLOW_AFTER, float, "seconds of waiting for a worker until the log names it"),
@@ -200,7 +201,7 @@ def _serve_until_signal(server: Server, flags: argparse.Namespace, announce: Cal
     gc.freeze()
     try:
         announce(server)
-        with suppress(OSError):  # whoever started this process may be gone
+        with suppress(OSError):  # the process that started this one may be gone
             notify(os.environ, READY)
         with _page_of(server, flags):
             server.run()

@@ -17,6 +17,8 @@ from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 
+DEAD_AFTER = 60.0
+"""Seconds of silence after which a worker or a server counts as lost, unless an option says otherwise."""
 LAST_WORDS = 0.25
 """An ended process counts as dead after this many seconds without a message, because its last message, which says why
 it left, may still be on its way.

@@ -64,6 +64,7 @@ from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
+from kvstore_server.processes import DEAD_AFTER
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.protocol.rows import PACKED_ROWS, read_payload
@@ -104,7 +105,7 @@ class EngineConfig:
     server: int = 0
     num_servers: int = 1
     run_id: int = 1
-    dead_after: float = 20.0
+    dead_after: float = DEAD_AFTER
     rejoin_timeout: float = 60.0
     slow_after: float = SLOW_AFTER
     capability: str = ""

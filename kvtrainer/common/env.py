@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstore_server import log_limit
+from kvstore_server import log_limit, processes
 from kvstore_server.restarts import RESTARTS
 from kvtrainer.errors import ConfigurationError, file_error
 
@@ -61,7 +61,12 @@ LOG = "KVSTORE_LOG"
 """debug: one line for each message and each transition of a round. Servers know more levels."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 60.0, SLOW_AFTER: log_limit.SLOW_AFTER}
+DEFAULT_SECONDS = {
+    TIMEOUT: 600.0,
+    CONNECT_TIMEOUT: 30.0,
+    DEAD_AFTER: processes.DEAD_AFTER,
+    SLOW_AFTER: log_limit.SLOW_AFTER,
+}
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Identifies the running kernel until the next boot."""

@@ -24,7 +24,7 @@ from kvstore_server.optimizer import gluon, register
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.optimizer.gluon import state_tensor
 from kvstore_server.protocol import messages as m
-from tests.sim.model import FAILED, RATES, AsyncModel, Members, SyncModel, Violation
+from tests.sim.model import DEAD_AFTER, FAILED, RATES, AsyncModel, Members, SyncModel, Violation
 from tests.sim.referee import Delivery, Referee, is_fencing
 from tests.sim.workers import (
     HALF,
@@ -156,7 +156,11 @@ class Schedule(ABC):
         self.options = self._options()
         tokens = partial(random.Random(seed).getrandbits, 64)
         self.servers = [
-            self._referee(self._engine(EngineConfig(server, NUM_SERVERS, run_id=server + 1), tokens))
+            self._referee(
+                self._engine(
+                    EngineConfig(server, NUM_SERVERS, run_id=server + 1, dead_after=DEAD_AFTER), tokens
+                )
+            )
             for server in range(NUM_SERVERS)
         ]
 
