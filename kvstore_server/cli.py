@@ -42,6 +42,13 @@ _log = logging.getLogger("kvstore_server")
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose"),
     ("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0"),
@@ -73,6 +80,12 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
      "kvlaunch or systemd), and the next process continues with them; off: they end with it"),
     ("--restart-timeout", "KVSTORE_RESTART_TIMEOUT", ServerOptions.restart_timeout, float,
      "seconds that workers wait for a restart of a server with --durability process"),
+    ("--state-dir", "KVSTORE_STATE_DIR", "", str,
+     "directory for snapshots, from which a job goes on when a host and the memory of its servers are lost; each "
+     "server uses a directory server-INDEX in it"),
+    ("--snapshot-every", "KVSTORE_SNAPSHOT_EVERY", 0, _count,
+     "with --state-dir: take a snapshot after this many rounds of a job whose workers call Trainer.resume; 0: only "
+     "when a script calls kv.save"),
     ("--log", "KVSTORE_LOG", "warning", str, 
      "debug (a line for each message and each transition of a round), info, warning or error; to standard error"),
 )  # fmt: skip
@@ -164,6 +177,8 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
                 max_message_bytes=flags.max_message_bytes,
                 durability=flags.durability,
                 restart_timeout=flags.restart_timeout,
+                state_dir=flags.state_dir,
+                snapshot_every=flags.snapshot_every,
             )
             numbers = {one.name: getattr(flags, one.name, one.default) for one in fields(EngineConfig)}
             numbers["restart_timeout"] = 0.0  # unless the state outlives this process
@@ -236,13 +251,17 @@ def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
     for flag, _, _, kind, _ in _VALUES:
         value = getattr(flags, flag.strip("-").replace("-", "_"))
-        if kind is not str and flag != "--index" and not value > 0:  # unlike `<= 0` this also rejects NaN
+        if (
+            kind not in (str, _count) and flag != "--index" and not value > 0
+        ):  # unlike `<= 0` this also rejects NaN
             parser.error(f"{flag} must be above 0, got {value}")
     if flags.max_message_keys < KEYS_PER_MESSAGE:
         least = f"the {KEYS_PER_MESSAGE} that workers send"
         parser.error(f"--max-message-keys must be at least {least}, got {flags.max_message_keys}")
     if flags.durability not in (OFF, PROCESS):
         parser.error(f"--durability must be {OFF} or {PROCESS}, got {flags.durability!r}")
+    if flags.snapshot_every and not flags.state_dir:
+        parser.error("--snapshot-every needs --state-dir, where snapshots are written")
     if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
     address = _ADDRESS.fullmatch(flags.bind)

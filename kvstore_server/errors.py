@@ -142,6 +142,7 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
         ServerLostState,
         ServerStoppingError,
         OptimizerError,
+        RecoveryError,
         CommandError,
     )
 }

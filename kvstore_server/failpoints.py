@@ -34,6 +34,7 @@ FAILPOINT_DIR = "KVSTORE_FAILPOINT_DIR"
 POINTS = {
     "worker.connect.hello": "before it says hello to a server",
     "worker.connect.welcome": "a server has welcomed it",
+    "worker.connect.next_return": "a server has gone back to a snapshot, and others may not",
     "worker.connect.open": "all servers have welcomed it, and share memory with it if they are on its host",
     "worker.register.begin": "before it declares tables",
     "worker.register.next": "a server knows a table, and others may not",
@@ -81,6 +82,13 @@ POINTS = {
     "server.recovery.declared": "after a restart, some of the tables are there again",
     "server.recovery.applied": "after a restart, the state of a namespace is there again",
     "server.recovery.remove": "after a restart, the new log counts, and what it does not need was not removed",
+    "server.snapshot.cut": "the state was copied for a snapshot, and nothing is on the disk",
+    "server.snapshot.tensors": "the tensors of a snapshot are on the disk under a temporary name, and no manifest",
+    "server.snapshot.written": "a snapshot is on the disk under a temporary name",
+    "server.snapshot.renamed": "a snapshot has its name, and older ones were not removed",
+    "server.snapshot.prune": "an old snapshot was renamed, and is not removed yet",
+    "server.snapshot.load": "before it reads a snapshot to go back to",
+    "server.snapshot.restored": "it has gone back to a snapshot, and has not said so",
 }
 """Name → when a process gets there; those of workers begin with "worker.", those of servers with "server."."""
 

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Protocol
@@ -33,10 +34,12 @@ from torch import Tensor
 
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.durable.fd_store import NotifySocket, inherited_descriptors, notify_address
+from kvstore_server.durable.snapshot_folder import SnapshotFolder
 from kvstore_server.engine.durability import Durability, Head, read_stored
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.snapshots import Snapshots
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -95,6 +98,8 @@ class ServerOptions:
         max_message_bytes: Largest message of those kinds that may have many frames.
         durability: "process": the state outlives the process if a supervisor keeps its memory; "off": it ends with it.
         restart_timeout: Seconds that workers wait for a restart of a server whose state outlives its process.
+        state_dir: The directory of snapshots; empty: there are none.
+        snapshot_every: A snapshot is taken after this many rounds; 0: only when a script asks for one.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -103,6 +108,8 @@ class ServerOptions:
     max_message_bytes: int = 4 << 30
     durability: str = OFF
     restart_timeout: float = 60.0
+    state_dir: str = ""
+    snapshot_every: int = 0
 
 
 class Service(Protocol):
@@ -135,7 +142,7 @@ def make_server(
         environ: Says where the supervisor is; the variables that say what it passed are removed.
 
     Raises:
-        ConfigurationError: Like `Server`.
+        ConfigurationError: Like `Server`; or the directory of snapshots cannot be used.
         RecoveryError: What was left is damaged, is of another server, or cannot be kept further.
     """
     # 1. What an earlier process has left.
@@ -161,8 +168,14 @@ def make_server(
             replace(config, run_id=stored.head.run_id),
             replace(options, bind=stored.head.endpoint),
         )
+    folder = None
+    if options.state_dir:
+        folder = SnapshotFolder(options.state_dir, config.server)
+        config = replace(config, restart_timeout=options.restart_timeout)
     # 2. The engine, which workers of this host find by the run.
-    engine = Engine(config, leases, clock, durability=durability)
+    identity = {name: getattr(config, name) for name in ("server", "num_servers", "capability")}
+    snapshots = None if folder is None else partial(Snapshots, folder, options.snapshot_every, identity)
+    engine = Engine(config, leases, clock, durability=durability, snapshots=snapshots)
     engine.budget.available = available_memory
     try:
         listener = Listener(config.run_id, engine.is_session, engine.budget, leases, engine.check_processes)

@@ -33,9 +33,10 @@ from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandAnswer, CommandContext, Commands, repeated_answer
 from kvstore_server.debug_log import Peer
 from kvstore_server.engine import pipelined
+from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
 from kvstore_server.engine.facts import FRESH, MOST_JOBS, read_report
-from kvstore_server.engine.membership import Sessions, random_token
+from kvstore_server.engine.membership import RankSession, Sessions, random_token
 from kvstore_server.engine.namespace import EngineConfig, Namespace, TableBatch
 from kvstore_server.engine.rounds import (
     CommitStatus,
@@ -46,6 +47,7 @@ from kvstore_server.engine.rounds import (
     RoundTracker,
     Waiter,
 )
+from kvstore_server.engine.snapshots import Snapshots, job_of, spaces_beside
 from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.errors import (
     ConfigurationError,
@@ -55,6 +57,7 @@ from kvstore_server.errors import (
     KVStoreError,
     PlanMismatchError,
     ProtocolError,
+    RecoveryError,
     RoundAbortedError,
     ServerLostState,
     ServerStoppingError,
@@ -62,6 +65,7 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
+from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.processes import LAST_WORDS, Processes, ProcessState
@@ -154,12 +158,14 @@ class Engine:
         clock: Clock | None = None,
         tokens: Callable[[], int] = random_token,
         durability: Durability | None = None,
+        snapshots: Callable[[Budget], Snapshots] | None = None,
     ) -> None:
         """
         Args:
             clock: Times requests while a job is profiled.
             tokens: Returns secret 64-bit tokens for sessions.
             durability: Lets the state outlive the process; None: it does not. See `restore` and `begin_log`.
+            snapshots: Makes what writes snapshots, given the memory account; None: there are none.
         """
         self.config = config
         self._clock = clock
@@ -180,6 +186,9 @@ class Engine:
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
         self._durability = durability
+        self.snapshots = None if snapshots is None else snapshots(self.budget)
+        self._returns: dict[str, tuple[int, int]] = {}
+        """Job → how often it has gone back to a snapshot here, and to which round the last time."""
         self._handlers: dict[type[Any], Callable[[Sender, Any], list[m.Outgoing]]] = {
             m.Contribute: self._contribute,
             m.Resolve: self._resolve,
@@ -193,6 +202,7 @@ class Engine:
             m.SetOptimizer: self._set_optimizer,
             m.GetState: self._get_state,
             m.SliceState: self._put_state,
+            m.Snapshot: self._snapshot,
             m.Stats: lambda sender, _: _make_status(sender, sender.space.stats(sender.now)),
             m.Profile: lambda sender, body: _make_status(sender, sender.space.recording.answer(body, clock)),
             m.Command: self._command,
@@ -307,6 +317,8 @@ class Engine:
                 self._end(space)  # all workers have failed, and none came back
             elif silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
+        if self.snapshots is not None:
+            self.snapshots.settle()
         if self._durability is not None:
             self._durability.commit(self.namespaces, self._sessions, self._finished)
         return out
@@ -401,6 +413,8 @@ class Engine:
                     )
                 )
         notice = ServerStoppingError(f"server {self.config.server} was shut down")
+        if self.snapshots is not None:
+            self.snapshots.close()
         return out + [_make_failed(Waiter(session.peer, 0), notice) for session in self._sessions]
 
     def is_idle(self) -> bool:
@@ -411,6 +425,8 @@ class Engine:
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
         """Store slices, then count commits; every round that becomes complete is applied or held."""
         space, commits = sender.space, body.commits
+        if self.snapshots is not None:
+            self.snapshots.before(space, self.namespaces)
         has_pushes = len(body.pushes) > 0
         batch = space.batch_of(commits[:, 0]) if len(commits) else None
         # 1. An intent declared ahead of the slices. It is optional: without it the round is applied after all commits.
@@ -895,6 +911,7 @@ class Engine:
                     "clock": now,
                     "num_jobs": len(spaces),
                     "jobs": [space.facts(self._pending(space), now) for space in spaces[:MOST_JOBS]],
+                    **({} if self.snapshots is None else {"snapshots": self.snapshots.facts()}),
                 },
             )
         return self._facts[1]
@@ -921,6 +938,7 @@ class Engine:
         return _make_reply(sender.waiter, m.Registered(number, slot, following, has_committed, states))
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
+        sender.space.check_restored(body.spec)
         # A pipelined round was begun with the former optimizer.
         for number in (
             () if sender.space.optimizer.is_known(body.spec) else list(sender.space.rounds.pipelined)
@@ -1034,7 +1052,8 @@ class Engine:
 
     def _welcome(self, token: int) -> m.Welcome:
         config = self.config
-        return m.Welcome(config.run_id, token, config.spread_from, config.restart_timeout)
+        has_snapshots = self.snapshots is not None
+        return m.Welcome(config.run_id, token, config.spread_from, config.restart_timeout, has_snapshots)
 
     def _note_session(self, token: int) -> None:
         session = self._sessions.known(token)
@@ -1135,8 +1154,110 @@ class Engine:
         self._finished.pop(space.name, None)
         if len(space.membership.finished) == space.membership.num_workers:
             self._finished[space.name] = None
+            if self.snapshots is not None and not self._open_namespaces(job):
+                self.snapshots.forget(job_of(job))
             if len(self._finished) > _FINISHED_KEPT:
                 self._finished.popitem(last=False)
+
+    # ---------------------------------------------------------------- snapshots
+
+    def _snapshot(self, sender: Sender, body: m.Snapshot) -> list[m.Outgoing]:
+        job = _job_of(sender.space.name)
+        if body.action == "list":
+            return _make_status(sender, self._offer(job))
+        if body.action == "restore":
+            return self._go_back(sender, job, body)
+        raise ProtocolError(f"{body.action!r:.80} is no action of a Snapshot message")
+
+    def _offer(self, job: str) -> Mapping[str, Any]:
+        """Return what this server holds of a job, and to which rounds it can go back."""
+        spaces = spaces_beside(job, self.namespaces)
+        rounds = [int(n) for one in spaces for n in one.rounds.shared.numbers[: len(one.tables)]]
+        known = () if self.snapshots is None else self.snapshots.of_job(job_of(job))
+        generation, restored = self._returns.get(job, (0, 0))
+        return {
+            "round": max(rounds, default=-1),
+            "holders": sorted({s for one in spaces for table in one.tables for s in table.plan.servers}),
+            "cuts": [[one.name.round, list(one.facts["holders"])] for one in known],
+            "generation": generation,
+            "restored": restored,
+            "every": 0 if self.snapshots is None else self.snapshots.every,
+        }
+
+    def _go_back(self, sender: Sender, job: str, body: m.Snapshot) -> list[m.Outgoing]:
+        """Replace the tables of a job by those of a snapshot, and end the sessions of processes that had used them."""
+        if self.snapshots is None:
+            raise ConfigurationError(f"server {self.config.server} has no --state-dir, so it cannot go back")
+        if sender.space.tables:
+            raise ProtocolError("only a process that has not used the tables of a job yet may let it go back")
+        generation, restored = self._returns.get(job, (0, 0))
+        if body.generation != generation:
+            if restored != body.round:
+                raise ServerLostState(
+                    f"job {job!r} has gone back to round {restored} of server {self.config.server} in the meantime; "
+                    "start this process again"
+                )
+            return _make_status(sender)
+        # 1. Read it completely, so that nothing is given up for one that is damaged.
+        stored: list[StoredSpace] = []
+        failpoint("server.snapshot.load")
+        if body.round:
+            snapshot = self.snapshots.find(job_of(job), body.round)
+            try:
+                stored = read_spaces(snapshot)
+            except RecoveryError as why:
+                self.snapshots.put_aside(snapshot)
+                _log.error("%s; it is put aside, and the next start goes back to an earlier one", why)
+                raise
+        # 2. Give up what is here.
+        error = ServerLostState(
+            f"a server has lost what it held of this job, which goes back to round {body.round}; start this process "
+            "again, and it goes on from there by Trainer.resume()"
+        )
+        out = self._give_up(job, error, sender)
+        # 3. Continue with what was stored.
+        self.snapshots.go_back(job_of(job), body.round)
+        for one in stored:
+            self._restore_space(job, one, sender.now)
+        if job in self.namespaces:
+            self.namespaces[job].membership.may_skip_barriers = True
+        self._returns[job] = generation + 1, body.round
+        failpoint("server.snapshot.restored")
+        _log.warning("job %r goes back to round %d", job, body.round)
+        return out + _make_status(sender)
+
+    def _give_up(self, job: str, error: KVStoreError, sender: Sender) -> list[m.Outgoing]:
+        """End the namespaces of a job that have tables, and all sessions of processes that used them."""
+        spaces = spaces_beside(job, self.namespaces)
+        sessions = [one for one in self._sessions if _job_of(one.hello.namespace) == job]
+        # A process that has come since a server was lost has no session in these namespaces.
+        names = {space.name for space in spaces}
+        users = {_process_of(one) for one in sessions if one.hello.namespace in names}
+        out: list[m.Outgoing] = []
+        for space in [one for name, one in self.namespaces.items() if _job_of(name) == job]:
+            is_awaited = any(_process_of(one) in users for one in space.membership.members.values())
+            for pending in list(self._pending(space)) if is_awaited else ():
+                out += pending.fail(error)
+        for one in sessions:
+            if _process_of(one) in users and one.token != sender.session:
+                self._fence(one.token, f"{type(error).__name__}: {error}")
+        for space in spaces:
+            self._end(space)
+        return out
+
+    def _restore_space(self, job: str, stored: StoredSpace, now: float) -> None:
+        former, num_workers, *mode = stored.image["space"]
+        name = job + former[len(former.partition("/")[0]) :]
+        space = self._make_space(name, num_workers, Mode(*mode), now)
+        space.begin()
+        self.namespaces[name] = space
+        restore_space(space, stored, self._sessions)
+        space.restored_round = int(space.rounds.shared.numbers[0])
+        if self.snapshots is not None:
+            self.snapshots.note_restored(space)
+        if space.changes is not None:
+            space.changes.note_all(space)
+            space.changes.mark()
 
     def _fence(self, session: int, reason: str) -> None:
         self._sessions.end(session, reason)
@@ -1294,6 +1415,10 @@ def _still_waiting(
 
 def _describe_missing(space: Namespace, missing: Iterable[int], now: float) -> str:
     return space.membership.describe_all(missing, now) or "no rank has decided about its sum yet"
+
+
+def _process_of(session: RankSession) -> tuple[int, str]:
+    return session.hello.rank, session.hello.address
 
 
 def _job_of(namespace: str) -> str:

@@ -89,6 +89,21 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
     return image
 
 
+def make_common_image(space: Namespace) -> Image:
+    """Return what of a whole image depends neither on processes nor on where memory is; only of synchronous rounds."""
+    mode, tables = space.mode, space.tables
+    return {
+        "space": [
+            space.name, space.membership.num_workers, mode.name, mode.staleness, mode.slow_down, mode.by_host
+        ],
+        "declared": [_declaration(space, table) for table in tables],
+        "optimizer": space.optimizer.sent(),
+        "hypers": _hypers(space, range(len(tables))),
+        "clients": [[*key, states] for key, states in sorted(space.client_states.items())],
+        "tables": _table_columns(space, tables),
+    }  # fmt: skip
+
+
 def _declaration(space: Namespace, table: Table) -> list[Any]:
     plan = table.plan
     form = b"" if table.deltas is None else pack_control(table.deltas.codec.spec())
@@ -572,6 +587,7 @@ def apply_image(space: Namespace, sessions: Sessions, image: Image) -> None:
         space.client_states[table, rank] = [(number, state) for number, state in states]
     if "tables" in image:
         _apply_tables(space, image["tables"])
+    if "shard" in image:
         _apply_shard(space, image["shard"])
     if "lanes" in image:
         _apply_lanes(space, image["lanes"])

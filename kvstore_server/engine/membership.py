@@ -131,14 +131,18 @@ class Sessions:
         """Return the session with this token, for a message from the socket `peer`.
 
         Raises:
-            FencedError: The session has ended, does not exist or belongs to another socket; the last two look alike to
-                the sender.
+            ServerLostState: The job has gone back to a former state.
+            FencedError: The session has ended otherwise, does not exist or belongs to another socket; the last two
+                look alike to the sender.
         """
         session = self._live.get(token)
         if session is not None and peer in session.hello.sockets:
             return session
         # A wrong socket is told the same as an unknown token, so that tokens cannot be probed.
         session, reason = self._ended.get(token, (None, ""))
+        kind, _, text = reason.partition(": ")
+        if session is not None and peer in session.hello.sockets and kind == ServerLostState.__name__:
+            raise ServerLostState(text)
         if session is None or peer not in session.hello.sockets:
             reason = "it has no session on this server"
         raise FencedError(f"this process may no longer write to server {self._server}: {reason}")
@@ -249,6 +253,9 @@ class Membership:
         self.finished: set[int] = set()
         """The departed ranks that finished."""
         self.barrier_sequence = 0
+        self.may_skip_barriers = False
+        """Whether the next barrier is the one that its first rank names, because this count began again when the job
+        went back to a snapshot, and theirs did not."""
         self.barrier: dict[int, BarrierWait] = {}
         self.gathered: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
         """Barrier → what the ranks gave there; the last one, and as many others as `_GATHERED_KEPT` allows, for
@@ -392,6 +399,8 @@ class Membership:
                     f"any more (up to {_GATHERED_KEPT >> 20} MiB are); restart the job from its last saved states"
                 )
             return [(waiter, self.gathered[gather.sequence] if gather.reads else ())]
+        if gather.sequence > self.barrier_sequence and self.may_skip_barriers and not self.barrier:
+            self.barrier_sequence, self.may_skip_barriers = gather.sequence, False
         if gather.sequence > self.barrier_sequence:
             raise ProtocolError(
                 f"rank {rank} is at barrier {gather.sequence} while barrier {self.barrier_sequence} is open"

@@ -206,6 +206,8 @@ class Namespace:
         """(table, rank) → the keys that the rank leaves out of the open round."""
         self.client_states: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
         """(table, rank) → (round, `client_state`) of the rank's latest two commits with one, in order."""
+        self.restored_round = 0
+        """The round to which the namespace has gone back by a snapshot; 0: it has not."""
         self._dtypes: list[torch.dtype] = []
         """The dtype of each slot."""
         self._is_resident: list[bool] = []
@@ -907,6 +909,17 @@ class Namespace:
         if self.changes is not None:
             self.changes.note_optimizer()
         self._track_reads_if_needed(self.tables)
+
+    def check_restored(self, spec: bytes) -> None:
+        """Raise ConfigurationError for another optimizer than that of the snapshot with which this began."""
+        if self.restored_round and self.optimizer.named is not None and not self.optimizer.is_known(spec):
+            former, values = self.optimizer.named.registered_name, unpack_control(spec)
+            name = values.get("name") if isinstance(values, dict) else None
+            if name != former:
+                raise ConfigurationError(
+                    f"the snapshot of round {self.restored_round} is of a job with the optimizer {former!r}, and this "
+                    f"one has {name!r}; use the same, or start the job with an empty --state-dir"
+                )
 
     def _make_room(self, optimizer: Optimizer) -> None:
         needed = sum(self._table_nbytes(table.plan, optimizer) for table in self.tables)

@@ -272,6 +272,12 @@ def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "
 
 def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
     """Return (summary, data): the tensors are in `data` in the order of the summary."""
+    summary, parts = describe_states(states)
+    return summary, b"".join(map(bytes_of, parts))
+
+
+def describe_states(states: States) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return the summary of some state as plain values, and its tensors, not copied."""
     tensors: list[tuple[str, Tensor, int]] = [(name, memory, -1) for name, memory in states.tensors.items()]
     rows: list[dict[str, Any]] = []
     for index, entries in enumerate(states.entries):
@@ -288,8 +294,12 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
     # Flat memory (index -1) comes first, then tensors of single segments.
     parts = [tensor.detach().cpu().contiguous() for _, tensor, _ in tensors]
     named = [[name, _dtype_name(t), list(t.shape), index] for name, t, index in tensors]
-    data = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts)
-    return {"steps": states.steps.tolist(), "entries": rows, "tensors": named}, data
+    return {"steps": states.steps.tolist(), "entries": rows, "tensors": named}, parts
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def unpack_states(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> States:

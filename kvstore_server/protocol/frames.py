@@ -253,6 +253,7 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Listening,
     m.GetStatus,
     m.MapRows,
+    m.Snapshot,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple((f.name, str(f.type)) for f in fields(cls)) for cls in _CONTROL}

@@ -188,6 +188,21 @@ class Contribute:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A request about the snapshots of this worker's job; answered by Status.
+
+    action "list" asks what the server holds of the job, and to which rounds it can go back. "restore" lets it go back
+    to one of these, or to the beginning; the first of several ranks that ask for the same one counts.
+    """
+
+    action: str
+    round: int = 0
+    """To go back to; 0: to the beginning."""
+    generation: int = 0
+    """How often the server had gone back, as it said; if it is another one now, nothing is changed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resolve:
     """Decides what happens to the sum of a held round; the first one counts, for all ranks.
 
@@ -374,6 +389,8 @@ class Welcome:
     """See `EngineConfig`; the smallest of all servers counts."""
     restart_timeout: float = 0.0
     """Seconds that a worker waits for this server to be restarted with its state; 0: its state ends with it."""
+    has_snapshots: bool = False
+    """Whether this server writes snapshots, so that `Snapshot` says what it can go back to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,6 +545,7 @@ RequestBody: TypeAlias = (
     | Gather
     | GetState
     | SliceState
+    | Snapshot
     | Heartbeat
     | GetStatus
     | Leave

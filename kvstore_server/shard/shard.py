@@ -666,14 +666,26 @@ class Shard:
                 counters[:, self.storage.lines[slot]] = before
         self.counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
 
-    def get_state(self, unit: Unit, index: int) -> States:
-        """Copy the optimizer state of one slice. Raises ProtocolError if the slice is not on this server."""
-        return self._copied_state(self.slot_of(unit, index))
+    def get_state(self, unit: Unit, index: int, copied: Callable[[Tensor], Tensor] = torch.clone) -> States:
+        """Copy the optimizer state of one slice; `copied` copies flat memory.
+
+        Raises ProtocolError if the slice is not on this server.
+        """
+        return self._copied_state(self.slot_of(unit, index), copied)
 
     def put_state(self, unit: Unit, index: int, state: States) -> None:
         """Replace the optimizer state of one slice. Raises like `get_state`."""
         self._replace_state(self.slot_of(unit, index), state)
         self.undos.pop(unit, None)
+
+    def put_weights(self, unit: Unit, index: int, weights: Tensor) -> None:
+        """Replace the weights of one slice, with padding. Raises like `get_state`."""
+        slot = self.slot_of(unit, index)
+        with self.storage.borrowed(slot, slot + 1) as own:
+            own.copy_(weights)
+        self.undos.pop(unit, None)
+        if self.notes_changes:
+            unit.changes.record_all()
 
     def reset_states(self) -> None:
         for block in self.storage.blocks:

@@ -148,6 +148,12 @@ class Client:
             elif not self.options.mode.is_sync and (not is_known or table.is_initialised == goes_on):
                 # The others may have gone on without a process of this rank, and it goes on beside them.
                 table.resume(max(table.round, reply.next_round), goes_on)
+            elif reply.next_round and self._session.restored_round:
+                raise ConfigurationError(
+                    f"the job goes on from the snapshot of round {self._session.restored_round} in --state-dir, and "
+                    f"this script does not ask where: call trainer.resume() before the first step, or start the "
+                    "servers with an empty --state-dir"
+                )
             elif reply.next_round or table.round:
                 raise ConfigurationError(
                     f"{self._session.describe(server)} is at round {reply.next_round} of "

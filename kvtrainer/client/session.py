@@ -52,6 +52,7 @@ from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payl
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.channel import Channel
 from kvtrainer.client.absences import SETTLE_TIME, Absences
+from kvtrainer.client.snapshots import choose_round, read_offer
 
 _log = logging.getLogger(__name__)
 
@@ -269,6 +270,8 @@ class Session:
         self.is_closed = False
         self.is_remote = False
         """Whether there is a network between the workers of synchronous rounds and some of their servers."""
+        self.restored_round = 0
+        """The round to which the job has gone back by a snapshot, since its servers have started; 0: it has not."""
         self.spread_from = 0
         """Bytes. A Trainer's table of at least this size is spread over all servers; a smaller one lies on one of them.
         Each server says a value when its session opens, and the smallest counts."""
@@ -281,6 +284,8 @@ class Session:
         # 1. Sessions.
         self.transport = transport
         self._peers = [Peer(f"server:{at}", options.namespace) for at in range(transport.num_servers)]
+        self._have_snapshots = False
+        """Whether some servers write snapshots."""
         self._nonce = secrets.token_bytes(SECRET_BYTES)
         self._tokens = [_NO_SESSION] * transport.num_servers
         """(run, session) of each server: the ids of its process and of this worker's session, both from `Welcome`."""
@@ -343,6 +348,8 @@ class Session:
                 refusals.append(error)
         if refusals:
             raise refusals[0]
+        if self._have_snapshots:
+            self._agree_on_snapshot()
         self.transport.begin(self._tokens, lambda: self.report.pack(), self._absences.timeouts)
         failpoint("worker.connect.open")
         is_shared = self.options.num_workers > 1 and self.options.mode.is_sync
@@ -361,8 +368,28 @@ class Session:
         assert isinstance(welcome, m.Welcome)
         self._tokens[server] = (welcome.run_id, welcome.session)
         self.spread_from = min(self.spread_from, welcome.spread_from) if server else welcome.spread_from
+        self._have_snapshots |= welcome.has_snapshots
         if welcome.restart_timeout > 0:
             self._absences.timeouts[server] = welcome.restart_timeout
+
+    def _agree_on_snapshot(self) -> None:
+        """Let the job go back to the latest snapshot that all servers have, if one of them has lost its state."""
+        servers, timeout = range(self.num_servers), self.options.connect_timeout
+        found = self.call_all([(server, m.Snapshot("list")) for server in servers], timeout)
+        offers = [read_offer(one.values) for one in found if isinstance(one, m.Status)]
+        self.restored_round = max(one.restored for one in offers)
+        round_ = choose_round(offers)
+        if round_ is None:
+            return
+        if "/" in self.options.namespace:
+            raise ServerLostState(
+                "a server was restarted and has lost the state of this job; start this process again"
+            )
+        for server, offer in zip(servers, offers, strict=True):
+            # Reading it takes long, and is done before the answer.
+            self.call(server, m.Snapshot("restore", round_, offer.generation), timeout + self.options.timeout)
+            failpoint("worker.connect.next_return")
+        self.restored_round = round_
 
     def describe(self, server: int) -> str:
         return self.transport.describe(server)

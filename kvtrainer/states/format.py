@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvstore_server import check
+from kvstore_server.durable.tensor_file import write_tensors
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.base import MAX_COUNT
 from kvstore_server.optimizer.state import joined, spread
@@ -36,7 +37,7 @@ from kvstore_server.optimizer.trees import clone_tree, decode, encode, flatten, 
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
-from kvtrainer.states.atomic_file import replace_atomically, write_tensors
+from kvtrainer.states.atomic_file import replace_atomically
 
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (any shape for an optimizer of whole keys), 0-d tensor, plain value, or a

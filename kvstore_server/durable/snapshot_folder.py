@@ -1,0 +1,299 @@
+"""Snapshots of one server in a directory: written whole or not at all, checked when they are read, removed when old.
+
+    DIR/server-0/lock                                  held by the server as long as it lives
+    DIR/server-0/round-000000000050.1f0c2e5a/          a snapshot: the job's name is in the manifest
+        tensors.safetensors
+        manifest.json                                  facts as JSON, with a checksum of its own and of the tensors
+    DIR/server-0/tag-best.1f0c2e5a/                    one that the script has named
+    DIR/server-0/.tmp-…                                unfinished, or about to be removed; removed at the next start
+
+A snapshot is written under a temporary name, forced to the disk (fsync), and renamed. So a directory with its final
+name is complete, unless the disk has changed it, which the checksums show. Names of jobs and tags come from peers:
+a job's name appears only as a checksum in the path, and a tag has few letters that are allowed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvstore_server import __version__
+from kvstore_server.durable.tensor_file import write_tensors
+from kvstore_server.errors import ConfigurationError, RecoveryError
+from kvstore_server.failpoints import failpoint
+
+_log = logging.getLogger(__name__)
+
+FORMAT, VERSION = "kvstore-server snapshot", 1
+TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""The tags that a snapshot may have."""
+_TENSORS, _MANIFEST, _LOCK = "tensors.safetensors", "manifest.json", "lock"
+_TEMPORARY = ".tmp-"
+_NAME = re.compile(r"(?:round-(?P<round>[0-9]{12})|tag-(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]*))\.[0-9a-f]{8}")
+_MOST_MANIFEST = 64 << 20
+_CHUNK = 1 << 20
+
+
+class SnapshotName(NamedTuple):
+    """Identifies a snapshot of a server.
+
+    Args:
+        job: The name of the job's store.
+        round: How many rounds its tables had ended.
+        tag: What the script calls it; empty for one that the server takes from time to time.
+    """
+
+    job: str
+    round: int
+    tag: str = ""
+
+    @property
+    def path(self) -> str:
+        what = f"tag-{self.tag}" if self.tag else f"round-{self.round:012d}"
+        return f"{what}.{zlib.crc32(self.job.encode()):08x}"
+
+    def __str__(self) -> str:
+        return f"snapshot {self.tag!r}" if self.tag else f"the snapshot of round {self.round}"
+
+
+class Snapshot(NamedTuple):
+    """A snapshot that is on the disk.
+
+    Args:
+        folder: Where it is.
+        facts: What the server said of it, plain values.
+        nbytes, checksum: The size of the file of tensors, and its checksum (crc32).
+    """
+
+    name: SnapshotName
+    folder: Path
+    facts: Mapping[str, Any]
+    nbytes: int
+    checksum: int
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Read the tensors. Raises RecoveryError, before the first one, if the file is not as it was written."""
+        path = self.folder / _TENSORS
+        try:
+            self._check(path)
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (it is no dict)
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise RecoveryError(f"{self.name} in {self.folder} cannot be read: {error}") from None
+
+    def _check(self, path: Path) -> None:
+        checksum, nbytes = 0, 0
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                checksum, nbytes = zlib.crc32(chunk, checksum), nbytes + len(chunk)
+        if (nbytes, checksum) != (self.nbytes, self.checksum):
+            raise RecoveryError(
+                f"{self.name} in {self.folder} is damaged: {_TENSORS} has {nbytes} bytes with the checksum "
+                f"{checksum:08x}, not {self.nbytes} with {self.checksum:08x}"
+            )
+
+
+class SnapshotFolder:
+    """The directory of one server's snapshots, locked. Its methods may be called by one thread at a time.
+
+    Args:
+        root: The directory of all servers; made if it does not exist.
+        server: The server's index.
+
+    Raises:
+        ConfigurationError: Another process uses it, or it cannot be written to.
+    """
+
+    def __init__(self, root: str, server: int) -> None:
+        self.root = Path(root)
+        self.folder = self.root / f"server-{server}"
+        self._count = 0
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock: BinaryIO | None = open(self.folder / _LOCK, "ab")  # noqa: SIM115  (held until `close`)
+        except OSError as error:
+            raise ConfigurationError(f"--state-dir {root} cannot be used: {error}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ConfigurationError(
+                f"another process uses {self.folder}: {error}. Give each job a --state-dir of its own, and each of its "
+                "servers another --index"
+            ) from None
+        for path in self.folder.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release the lock; idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write(self, name: SnapshotName, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write a snapshot; it replaces one of the same name. Blocks until it is on the disk.
+
+        Raises OSError if that is not possible; nothing of it is left then.
+        """
+        temporary = self._temporary()
+        try:
+            temporary.mkdir()
+            with open(temporary / _TENSORS, "xb") as file:
+                counted = _Checksummed(file)
+                write_tensors(counted, tensors, {"format": FORMAT})
+                _force(file)
+            failpoint("server.snapshot.tensors")
+            content = {
+                "format": FORMAT,
+                "version": VERSION,
+                "library": __version__,
+                **name._asdict(),
+                "facts": facts,
+                "tensors": [counted.nbytes, counted.checksum],
+            }
+            with open(temporary / _MANIFEST, "xb") as file:
+                file.write(_sealed(content))
+                _force(file)
+            _force_folder(temporary)
+            failpoint("server.snapshot.written")
+            self._set_aside(self.folder / name.path)
+            os.rename(temporary, self.folder / name.path)
+            failpoint("server.snapshot.renamed")
+            _force_folder(self.folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def remove(self, name: SnapshotName) -> None:
+        """Remove a snapshot, if it exists. Raises OSError."""
+        self._set_aside(self.folder / name.path)
+
+    def all(self) -> list[Snapshot]:
+        """Return the snapshots of this server whose manifests are whole; others are named in the log."""
+        return _snapshots_in(self.folder)
+
+    def of_all_servers(self) -> list[Snapshot]:
+        """Return the snapshots of all servers that are in the same directory."""
+        return [one for folder in sorted(self.root.glob("server-*")) for one in _snapshots_in(folder)]
+
+    def put_aside(self, snapshot: Snapshot) -> None:
+        """Rename a damaged snapshot, so that it is not offered again and can still be looked at."""
+        with suppress(OSError):
+            os.rename(snapshot.folder, snapshot.folder.with_name(f"damaged-{snapshot.folder.name}"))
+
+    def _set_aside(self, path: Path) -> None:
+        """Remove a directory: renamed first, so that no half of it has a snapshot's name."""
+        aside = self._temporary()
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return
+        failpoint("server.snapshot.prune")
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _temporary(self) -> Path:
+        self._count += 1
+        return self.folder / f"{_TEMPORARY}{os.getpid()}-{self._count}"
+
+
+class _Checksummed:
+    """Passes data on to a file in chunks, and computes their checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.nbytes = self.checksum = 0
+
+    def write(self, data: Any, /) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), _CHUNK):
+            chunk = view[at : at + _CHUNK]
+            self.checksum = zlib.crc32(chunk, self.checksum)
+            self._file.write(chunk)
+        self.nbytes += len(view)
+
+
+def _snapshots_in(folder: Path) -> list[Snapshot]:
+    found = []
+    with suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            if _NAME.fullmatch(path.name) is None:
+                continue
+            try:
+                found.append(read_snapshot(path))
+            except RecoveryError as error:
+                _log.error("%s; it is left out", error)
+    return found
+
+
+def read_snapshot(folder: Path) -> Snapshot:
+    """Read the manifest of a snapshot. Raises RecoveryError if it is missing, damaged or of another version."""
+    path = folder / _MANIFEST
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_MANIFEST + 1)
+    except OSError as error:
+        raise RecoveryError(f"{path} cannot be read: {error}") from None
+    content = _unsealed(data)
+    if content is None:
+        raise RecoveryError(f"{path} is damaged: its checksum does not fit")
+    if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+        raise RecoveryError(
+            f"{path} has version {content.get('version')!r} of the format {content.get('format')!r}; this server reads "
+            f"version {VERSION} of {FORMAT!r}. Use the release that wrote it ({content.get('library')!r}), or another "
+            "--state-dir"
+        )
+    name = SnapshotName(content["job"], content["round"], content["tag"])
+    if name.path != folder.name:
+        raise RecoveryError(f"{path} is the manifest of {name} of {name.job!r}, which lies in {name.path}")
+    return Snapshot(name, folder, content["facts"], *content["tensors"])
+
+
+def _sealed(content: Mapping[str, Any]) -> bytes:
+    text = _text_of(content)
+    return _text_of({"checksum": zlib.crc32(text), "content": content})
+
+
+def _unsealed(data: bytes) -> Mapping[str, Any] | None:
+    """Return what `_sealed` has encoded; None if the bytes are not exactly that."""
+    try:
+        value = json.loads(data)
+        checksum, content = value["checksum"], value["content"]
+        is_whole = _text_of(value) == data and zlib.crc32(_text_of(content)) == checksum
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return content if is_whole and isinstance(content, dict) else None
+
+
+def _text_of(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1).encode() + b"\n"
+
+
+def _force(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _force_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def kept_of(snapshots: Iterable[Snapshot], count: int) -> list[Snapshot]:
+    """Return the latest snapshots, up to a count; those with tags do not count."""
+    return sorted([one for one in snapshots if not one.name.tag], key=lambda one: one.name.round)[-count:]

@@ -1,0 +1,255 @@
+"""Snapshots of an engine's jobs: when they are taken, who writes them, and what is offered after a restart.
+
+A *cut* is the state of a job after all of its tables have ended the same number of rounds. Each server takes it by
+itself, when the first message of the next round comes: by then some rank knows that the round has ended on every
+server, so it is never undone, and nothing of the next one is applied. All servers cut at the same rounds without a
+message, because a cut is defined by the number of rounds alone.
+
+What training waits for is one copy in memory. A thread writes it; while it does, no other cut is taken. If it fails,
+because the disk is full for example, that is logged and shown in the status, and training goes on.
+
+Cuts of a job whose workers have not called `Trainer.resume` would help nobody, and in the asynchronous modes a round
+is not a state of all ranks; the log says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvstore_server.budget import Budget
+from kvstore_server.durable.background import BackgroundTask, Task
+from kvstore_server.durable.snapshot_folder import Snapshot, SnapshotFolder, SnapshotName, kept_of
+from kvstore_server.engine.cut import CopyBuffer, describe_cut, make_cut, tensors_of
+from kvstore_server.engine.namespace import Namespace
+from kvstore_server.errors import ConfigurationError, KVStoreError, describe
+from kvstore_server.failpoints import failpoint
+
+_log = logging.getLogger(__name__)
+
+KEPT = 3
+"""How many snapshots of a job are kept: its servers' latest may differ, and one may be damaged."""
+_LAST_WRITE = 30.0
+"""Seconds that a snapshot in progress gets to be written when the server ends."""
+_ATTEMPT = re.compile(r", attempt [0-9]+\Z")
+
+
+def job_of(namespace: str) -> str:
+    """Return the name of the job's store, under which its snapshots are found by any later attempt of it."""
+    return _ATTEMPT.sub("", namespace.partition("/")[0])
+
+
+class Snapshots:
+    """The snapshots of one server. Not thread-safe.
+
+    Args:
+        folder: Where they are.
+        every: A cut is taken after each `every` rounds; 0: only when a script asks for one.
+        identity: What the facts of each snapshot say about the server, beside the job.
+        budget: Memory for the copy is claimed here.
+        run: Starts a function, and returns at once.
+    """
+
+    def __init__(
+        self,
+        folder: SnapshotFolder,
+        every: int,
+        identity: Mapping[str, Any],
+        budget: Budget,
+        run: Callable[[Callable[[], None]], Task] = BackgroundTask,
+    ) -> None:
+        self.every = every
+        self._folder = folder
+        self._identity = identity
+        self._budget = budget
+        self._run = run
+        self._buffer, self._claimed = CopyBuffer(), 0
+        self._writing: _Writing | None = None
+        self._latest: dict[str, int] = {}
+        """Job → the last round at which a cut was taken, or should have been."""
+        self._said: set[tuple[str, str]] = set()
+        """What the log has said of a job."""
+        self._problem = ""
+        """Why the last snapshot was not written; empty if it was."""
+        self._known: list[Snapshot] = folder.all()
+
+    # ---------------------------------------------------------------- taking them
+
+    def before(self, space: Namespace, namespaces: Mapping[str, Namespace]) -> None:
+        """Take a cut if one is due, before anything of a contribution is used.
+
+        Args:
+            space: To which the contribution is made.
+            namespaces: All of the engine.
+        """
+        if not self.every:
+            return
+        number = int(space.rounds.shared.numbers[0]) if space.tables and space.mode.is_sync else 0
+        if space.mode.is_sync and (
+            not number or number % self.every or self._latest.get(space.name) == number
+        ):
+            return
+        # 1. Have all tables of the job ended as many rounds?
+        of_job = spaces_beside(space.name, namespaces)
+        numbers = {int(n) for one in of_job for n in one.rounds.shared.numbers[: len(one.tables)]}
+        if len(numbers) > 1 and space.mode.is_sync:
+            self._say_uneven(space.name, max(numbers))
+            return
+        for one in of_job:
+            self._latest[one.name] = number
+        # 2. Take it, unless it would be of no use or the last one is not written yet.
+        if (why := _why_useless(of_job)) is not None:
+            self._say(job_of(space.name), f"takes no snapshots by itself: {why}")
+            return
+        self.settle()
+        if self._writing is not None:
+            _log.warning("no snapshot after round %d: the one before it is still being written", number)
+            return
+        self.take(SnapshotName(job_of(space.name), number), of_job)
+
+    def take(self, name: SnapshotName, spaces: Sequence[Namespace]) -> None:
+        """Copy the present state of a job's namespaces, and begin to write it."""
+        try:
+            cuts = make_cut(spaces, self._buffer)
+            self._claim()
+        except KVStoreError as error:
+            self._note_problem(name, error)
+            self._buffer = CopyBuffer()
+            return
+        failpoint("server.snapshot.cut")
+        facts = {**self._identity, "every": self.every, "namespaces": describe_cut(cuts)}
+        facts["holders"] = sorted({s for one in spaces for table in one.tables for s in table.plan.servers})
+        self._writing = _Writing(name, self._run(lambda: self._folder.write(name, facts, tensors_of(cuts))))
+
+    def settle(self, seconds: float = 0.0) -> None:
+        """Note the end of a snapshot that was being written, and remove old ones; wait for it up to some seconds."""
+        writing = self._writing
+        if writing is None or not writing.task.is_over(seconds):
+            return
+        self._writing = None
+        if writing.task.error is not None:
+            self._note_problem(writing.name, writing.task.error)
+            return
+        self._problem = ""
+        _log.info("%s of %r is on the disk", writing.name, writing.name.job)
+        self._known = self._folder.all()
+        of_job = [one for one in self._known if one.name.job == writing.name.job]
+        # Two cuts of one round are equal, but one that is later than this belongs to a run that was given up.
+        kept = kept_of([one for one in of_job if one.name.round <= writing.name.round], KEPT)
+        if not writing.name.tag:
+            self._remove([one for one in of_job if not one.name.tag and one not in kept])
+
+    def _claim(self) -> None:
+        more = self._buffer.nbytes - self._claimed
+        self._budget.claim(more, "the copy from which a snapshot is written")
+        self._claimed += more
+
+    def _say_uneven(self, job: str, number: int) -> None:
+        if number % self.every:
+            self._say(
+                job,
+                f"has no snapshot near round {number}, because its keys have not ended as many rounds at the same "
+                "time; kv.save(tag) takes one",
+            )
+
+    def _say(self, job: str, text: str) -> None:
+        if (job, text[:20]) not in self._said:
+            self._said.add((job, text[:20]))
+            _log.warning("job %r %s", job, text)
+
+    def _note_problem(self, name: SnapshotName, error: BaseException) -> None:
+        self._problem = describe(error)
+        _log.error("%s of %r was not written, training goes on: %s", name, name.job, error)
+
+    def _remove(self, snapshots: Iterable[Snapshot]) -> None:
+        for one in snapshots:
+            try:
+                self._folder.remove(one.name)
+            except OSError as error:
+                _log.error("%s of %r cannot be removed: %s", one.name, one.name.job, error)
+        self._known = self._folder.all()
+
+    # ---------------------------------------------------------------- finding them
+
+    def of_job(self, job: str) -> list[Snapshot]:
+        """Return the snapshots of a job from which it can go on by itself, the latest last."""
+        return kept_of([one for one in self._known if one.name.job == job], KEPT + 1)
+
+    def find(self, job: str, round_: int) -> Snapshot:
+        """Return a snapshot of a job. Raises ConfigurationError if there is none of that round."""
+        for one in self.of_job(job):
+            if one.name.round == round_:
+                return one
+        raise ConfigurationError(
+            f"there is no snapshot of round {round_} of {job!r} in {self._folder.folder}"
+        )
+
+    def put_aside(self, snapshot: Snapshot) -> None:
+        self._folder.put_aside(snapshot)
+        self._known = self._folder.all()
+
+    def go_back(self, job: str, round_: int) -> None:
+        """Forget what was noted of a job's rounds, because it goes on from a former one; its later cuts are dropped."""
+        self.settle(_LAST_WRITE)
+        self._latest = {name: number for name, number in self._latest.items() if job_of(name) != job}
+        self._remove([one for one in self._known if one.name.job == job and one.name.round > round_])
+
+    def note_restored(self, space: Namespace) -> None:
+        """Note that a snapshot of a namespace's present round exists."""
+        self._latest[space.name] = int(space.rounds.shared.numbers[0])
+
+    def forget(self, job: str) -> None:
+        """Remove the snapshots of a job that is over, except those with tags."""
+        self.settle(_LAST_WRITE)
+        self._latest = {name: number for name, number in self._latest.items() if job_of(name) != job}
+        self._remove([one for one in self._known if one.name.job == job and not one.name.tag])
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what a status says about the snapshots."""
+        self.settle()
+        latest = {one.name.job: one.name.round for one in sorted(self._known, key=lambda one: one.name.round)}
+        return {
+            "directory": str(self._folder.folder),
+            "every": self.every,
+            "latest": latest,
+            "is_writing": self._writing is not None,
+            "problem": self._problem,
+        }
+
+    def close(self) -> None:
+        """Wait for a snapshot that is being written, and release the directory."""
+        self.settle(_LAST_WRITE)
+        self._folder.close()
+
+
+class _Writing(NamedTuple):
+    """A snapshot that is being written."""
+
+    name: SnapshotName
+    task: Task
+
+
+def spaces_beside(name: str, namespaces: Mapping[str, Namespace]) -> list[Namespace]:
+    """Return the namespaces of the same attempt of a job that have tables, by name."""
+    job = name.partition("/")[0]
+    return [one for other, one in sorted(namespaces.items()) if one.tables and other.partition("/")[0] == job]
+
+
+def _why_useless(spaces: Sequence[Namespace]) -> str | None:
+    """Return why nobody could go on from a cut of these namespaces; None if that is possible."""
+    for space in spaces:
+        members, tables = space.membership, space.tables
+        if not space.mode.is_sync:
+            return f"{space.name!r} is asynchronous, so a round is not a state of all ranks; use kv.save(tag)"
+        if len(members.resumable) < members.num_workers:
+            return "not all of its workers have called Trainer.resume(), so they could not go on from them"
+        if any(table.deltas is not None for table in tables):
+            return (
+                "its weights are compressed on their way to workers, and what workers have is not in a snapshot; leave "
+                "'pull' out of compression_params"
+            )
+        if space.rounds.left or any(one.conflict or one.held or one.pipelined for one in tables):
+            return "ranks have left, or a table cannot be used any more"
+    return None

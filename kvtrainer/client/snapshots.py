@@ -1,0 +1,84 @@
+"""How workers let a job go back to a snapshot: which one all servers have, and how they are told. No clock.
+
+Every process of a worker asks the servers when it connects. If one of them has lost what it held of the job, all of
+them go back to the latest snapshot that all have, those that have lost nothing, too. The rule is a function of what
+the servers say (`choose_round`), so several workers that come at the same time decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvstore_server.errors import ProtocolError, ServerLostState
+
+
+class StoredCut(NamedTuple):
+    round: int
+    holders: frozenset[int]
+    """The servers on which the job has tables."""
+
+
+class ServerOffer(NamedTuple):
+    """What one server says of a job.
+
+    Args:
+        round: How far its tables are; -1 if it has none, 0 if they have no values.
+        holders: The servers on which the job has tables, according to them.
+        cuts: What the server can go back to.
+        generation: How often it has gone back.
+        restored: To which round the last time; 0 if it has not.
+        every: After how many rounds it takes a snapshot; 0: only when a script asks for one.
+    """
+
+    round: int
+    holders: frozenset[int]
+    cuts: Sequence[StoredCut]
+    generation: int
+    restored: int
+    every: int
+
+
+def read_offer(values: Mapping[str, Any]) -> ServerOffer:
+    """Return what a server has answered. Raises ProtocolError if it cannot be that."""
+    try:
+        cuts = [StoredCut(int(at), frozenset(map(int, own))) for at, own in values["cuts"]]
+        numbers = [int(values[name]) for name in ("round", "generation", "restored", "every")]
+        return ServerOffer(numbers[0], frozenset(map(int, values["holders"])), cuts, *numbers[1:])
+    except (LookupError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a server says of its snapshots {values!r:.200}: {error!r}") from None
+
+
+def choose_round(offers: Sequence[ServerOffer]) -> int | None:
+    """Return the round to which a job goes back, 0 for its beginning; None if no server has lost anything.
+
+    Raises:
+        ServerLostState: A server has lost what it held, and no snapshot is on all servers.
+    """
+    # 1. Which servers should hold something of the job, and which of them do not?
+    live = [one for one in offers if one.round > 0]
+    cuts = [cut for one in offers for cut in one.cuts]
+    told = [one.holders for one in live] or [cut.holders for cut in cuts]
+    needed = frozenset[int]().union(*told)
+    lost = sorted(at for at in needed if at < len(offers) and offers[at].round < 0)
+    if not lost:
+        return None
+    # 2. The latest one that all have.
+    at_server = [{cut.round for cut in one.cuts} for one in offers]
+    common = [
+        cut.round
+        for cut in cuts
+        if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
+    ]
+    if common:
+        return max(common)
+    # 3. Before the first one, the job begins again. What is later than that is not given up without being asked.
+    least = min(one.every for one in offers)
+    latest = max([cut.round for cut in cuts] + [one.round - least for one in live], default=0)
+    if latest > least or not least:
+        raise ServerLostState(
+            f"servers {', '.join(map(str, lost))} have lost what they held of this job, and no snapshot is on all of "
+            f"its servers: they have those of rounds {[sorted(one) for one in at_server]}. Start the job with an empty "
+            "--state-dir, from its last saved states"
+        )
+    return 0
