@@ -46,6 +46,9 @@ DEAD_AFTER = "KVSTORE_DEAD_AFTER"
 REJOIN_TIMEOUT = "KVSTORE_REJOIN_TIMEOUT"
 """A process that takes over the rank of a lost worker is awaited for so long; servers read it."""
 
+STATE_DIR, SNAPSHOT_EVERY = "KVSTORE_STATE_DIR", "KVSTORE_SNAPSHOT_EVERY"
+"""The directory of snapshots, and after how many rounds one is taken; servers read them."""
+
 SLOW_AFTER = "KVSTORE_SLOW_AFTER"
 """Waits for other workers that take longer than this are logged, with their names."""
 

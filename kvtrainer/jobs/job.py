@@ -3,6 +3,7 @@
 `Launcher.run` reads from top to bottom, and runs the event loop wherever it waits. The first failure or signal decides
 the exit code. Whatever happens after it, no process is left behind. With restarts, the death of a worker is a failure
 only when it has no restart left; servers are started again by supervisors of their own (`kvstore-server --supervise`).
+If snapshots are written, a supervisor that is killed, or whose host is lost, is started again, too.
 
 A host file assigns processes to hosts, where they are started over ssh. Workers: each host, in file order, gets as many
 consecutive ranks as it has slots (1 by default), starting over when all slots are taken. Servers: one per host in file
@@ -31,6 +32,8 @@ from kvtrainer.jobs.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events,
 from kvtrainer.jobs.restarted_ranks import RestartedRanks
 
 MAX_SLOTS = 4096
+SSH_FAILED = 255
+"""The exit code of ssh when it cannot connect, or the connection is lost."""
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
 _PASSED = ("KVSTORE_", "MALLOC_")
 _PASSED_NAMES = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
@@ -162,7 +165,7 @@ class RemoteChild(Child):
 
     def describe_exit(self) -> str:
         text = super().describe_exit()
-        return f"{text} (which ssh also uses if it cannot connect)" if self.returncode == 255 else text
+        return f"{text} (which ssh also uses if it cannot connect)" if self.returncode == SSH_FAILED else text
 
 
 # ---------------------------------------------------------------- the job
@@ -197,6 +200,8 @@ class Launcher:
         remote: The hosts to run on; None for this one.
         viewer: Command that shows the job here, given the servers' addresses as further arguments. It may fail.
         restarts: How often each worker is started again when it is killed or fails. Servers have supervisors for that.
+        server_restarts: How often each server, or its supervisor, is started again at the same address when it is
+            killed, which loses its memory; for servers that write snapshots.
     """
 
     def __init__(
@@ -209,6 +214,7 @@ class Launcher:
         remote: Remote | None = None,
         viewer: Sequence[str] = (),
         restarts: int = 0,
+        server_restarts: int = 0,
     ) -> None:
         self._viewer_command = viewer
         self._worker_command = worker_command
@@ -223,6 +229,7 @@ class Launcher:
         self._workers: dict[int, Child] = {}
         self._viewers: list[Child] = []
         self._restarted = RestartedRanks(num_workers, restarts)
+        self._restarted_servers = RestartedRanks(len(server_commands), server_restarts)
         self._topology = Topology(0, num_workers, ())
         self._addresses = Addresses(self._events.output.put)
         self._code: int | None = None
@@ -299,6 +306,12 @@ class Launcher:
         for worker in self._spawn("worker", rank, self._worker_command, environ, self._events.output.put):
             self._workers[rank] = worker
 
+    def _restart_server(self, index: int) -> None:
+        """Start a server again, without its memory, at the address that workers know."""
+        command = [*self._server_commands[index], "--bind", self._topology.servers[index]]
+        for server in self._spawn("server", index, command, self._environ, self._addresses.put_again):
+            self._servers[index] = server
+
     def _spawn(
         self, role: str, index: int, command: Sequence[str], environ: Mapping[str, str], put: Put
     ) -> list[Child]:
@@ -333,10 +346,14 @@ class Launcher:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            self._events.turn(min(left, self._restarted.seconds_left(time.monotonic())))
+            now = time.monotonic()
+            due = min(self._restarted.seconds_left(now), self._restarted_servers.seconds_left(now))
+            self._events.turn(min(left, due))
             self._look()
             for rank in self._restarted.take_due(time.monotonic()):
                 self._start_worker(rank)
+            for index in self._restarted_servers.take_due(time.monotonic()):
+                self._restart_server(index)
         return done()
 
     def _look(self) -> None:
@@ -358,10 +375,26 @@ class Launcher:
             if child in self._servers and self._servers.index(child) in self._silent_servers():
                 self._fail(1, f"{child.describe_exit()} before it was ready")
             elif child in self._servers:
-                text = f"{child.describe_exit()} before the workers were done"
-                self._fail(child.shell_code() or 1, text, was_unheard=True)
+                self._explain_server(child)
             elif child.returncode and child not in self._viewers:
                 self._explain_worker(child)
+
+    def _explain_server(self, server: Child) -> None:
+        """Note that a server has ended: it is started again later, or the job has failed."""
+        now, death, code = time.monotonic(), None, server.returncode
+        # One that gives an exit code has its reason; of a host that is lost, ssh gives one.
+        was_killed = code is not None and (
+            code < 0 or (code == SSH_FAILED and isinstance(server, RemoteChild))
+        )
+        if self._code is None and code is not None and was_killed and self._topology.servers:
+            index = self._servers.index(server)
+            death = self._restarted_servers.count(index, server.name, code, now - server.began, now)
+        if death is None or death.is_last:
+            text = f"{server.describe_exit()} before the workers were done" if death is None else death.text
+            self._fail(server.shell_code() or 1, text, was_unheard=True)
+        else:
+            server.end_session()
+            self._events.output.put(2, "kvlaunch: ", death.text.encode())
 
     def _explain_worker(self, worker: Child) -> None:
         """Note that a worker has failed: it is started again later, or the job has failed."""

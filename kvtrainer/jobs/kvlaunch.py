@@ -18,7 +18,14 @@ from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.supervisor import DURABILITIES, DURABILITY
-from kvtrainer.common.env import DEAD_AFTER, PROGRESS, REJOIN_TIMEOUT, read_timeout
+from kvtrainer.common.env import (
+    DEAD_AFTER,
+    PROGRESS,
+    REJOIN_TIMEOUT,
+    SNAPSHOT_EVERY,
+    STATE_DIR,
+    read_timeout,
+)
 from kvtrainer.jobs.job import (
     TO_REPORT,
     JobTimeouts,
@@ -31,6 +38,8 @@ from kvtrainer.jobs.job import (
 )
 from kvtrainer.jobs.processes import inherited_environment, server_command
 
+SNAPSHOT_ROUNDS = 50
+"""After how many rounds servers take a snapshot unless something else is said."""
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
 
@@ -86,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, command = _parse_arguments(arguments)
     imports = [part for module in options.imports for part in ("--import", module)]
     flags = [*options.server_arg, *imports]
-    # A server without durable memory would come back empty; its death ends the job.
+    # A server without durable memory would come back empty. Its death ends the job, unless there are snapshots.
     of_servers = 0 if options.durability == "off" else options.restart
     servers = [
         server_command(index, options.servers, options.grace, ["--bind", bind, *flags], of_servers)
@@ -116,12 +125,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         viewer = [sys.executable, "-m", "kvtrainer.watch.top", "--http", options.dashboard]
         viewer += ["--allow-public-bind"] if options.allow_public_bind else []
     limits, remote, restarts = options.limits, options.remote, options.restart
-    return Launcher(command, options.workers, servers, environ, limits, remote, viewer, restarts).run()
+    of_lost = options.restart if environ.get(STATE_DIR) else 0
+    return Launcher(
+        command, options.workers, servers, environ, limits, remote, viewer, restarts, of_lost
+    ).run()
 
 
 def _durability_variables(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables of options that servers and workers read for themselves."""
-    given = {DURABILITY: options.durability, REJOIN_TIMEOUT: options.rejoin_timeout}
+    given = {
+        DURABILITY: options.durability,
+        REJOIN_TIMEOUT: options.rejoin_timeout,
+        STATE_DIR: options.state_dir,
+        SNAPSHOT_EVERY: options.snapshot_every,
+    }
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
@@ -193,6 +210,10 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
         parser.error("no command for the workers; it comes last, as in: kvlaunch -n 2 -s 1 python train.py")
     if command[0].endswith(".py") and options.hostfile is None and shutil.which(command[0]) is None:
         parser.error(f"{command[0]} is no program that can be started; say: python {command[0]}")
+    if options.state_dir and options.snapshot_every is None:
+        options.snapshot_every = SNAPSHOT_ROUNDS
+    if options.snapshot_every and not options.state_dir:
+        parser.error("--snapshot-every needs --state-dir, where snapshots are written")
     if options.dashboard is not None and not options.servers:
         parser.error("--dashboard shows what servers say, and there are none with -s 0")
     # 3. Compute limits, environment and hosts.
@@ -262,6 +283,16 @@ def _make_parser() -> argparse.ArgumentParser:
         "--durability", choices=DURABILITIES, default=os.environ.get(DURABILITY) or None,
         help="process: what servers hold outlives their processes, which --restart needs and then chooses; off: the "
         "death of a server ends the job [KVSTORE_DURABILITY]",
+    )  # fmt: skip
+    add(
+        "--state-dir", metavar="DIR", default=os.environ.get(STATE_DIR) or None,
+        help="let servers write snapshots to this directory of their hosts, from which a job goes on when their memory "
+        "is lost; with --restart by itself, otherwise when it is started again [KVSTORE_STATE_DIR]",
+    )  # fmt: skip
+    add(
+        "--snapshot-every", type=_integer_at_least(1), metavar="N",
+        default=os.environ.get(SNAPSHOT_EVERY) or None,
+        help="with --state-dir: take a snapshot after this many rounds (50) [KVSTORE_SNAPSHOT_EVERY]",
     )  # fmt: skip
     add(
         "--rejoin-timeout", type=_parse_seconds, metavar="SEC",

@@ -251,6 +251,12 @@ class Addresses:
     def put_of(self, index: int) -> Put:
         return partial(self._take, index)
 
+    def put_again(self, target: int, tag: str, line: bytes) -> None:
+        """Pass on the output of a server that is started again at its address."""
+        before, said, _ = line.partition(LISTENS)
+        if before or not said:
+            self._put(target, tag, before if said else line)
+
     def _take(self, index: int, target: int, tag: str, line: bytes) -> None:
         before, said, address = line.partition(LISTENS)
         if not said or index in self.found:
