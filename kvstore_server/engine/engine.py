@@ -272,9 +272,14 @@ class Engine:
                 return _make_reply(waiter, m.Status(self._facts_at(now)))
             # 2. Everything else must come from an open session of this run of the server.
             if request.run_id != self.config.run_id:
+                advice = "restart the job from its last saved states"
+                if self.snapshots is not None and (latest := self.snapshots.latest):
+                    advice = (
+                        "start its workers again, and Trainer.resume() goes back to the latest snapshot that all "
+                        f"servers have; here that is round {latest}"
+                    )
                 raise ServerLostState(
-                    f"server {self.config.server} was restarted and no longer holds this job's weights; "
-                    "restart the job from its last saved states"
+                    f"server {self.config.server} was restarted and no longer holds this job's weights; {advice}"
                 )
             session = self._sessions.find(peer, request.session)
             space, rank = self.namespaces[session.hello.namespace], session.hello.rank

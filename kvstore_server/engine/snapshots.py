@@ -173,6 +173,11 @@ class Snapshots:
 
     # ---------------------------------------------------------------- finding them
 
+    @property
+    def latest(self) -> int:
+        """The round of the latest snapshot of any job; 0 if there is none."""
+        return max([one.name.round for one in self._known if not one.name.tag], default=0)
+
     def of_job(self, job: str) -> list[Snapshot]:
         """Return the snapshots of a job from which it can go on by itself, the latest last."""
         return kept_of([one for one in self._known if one.name.job == job], KEPT + 1)

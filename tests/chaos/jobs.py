@@ -66,6 +66,16 @@ class Member:
         os.close(null)
         self.starts += 1
 
+    def lose(self) -> None:
+        """Kill it, and all that outlives its process; it is started again, also if it was done."""
+        self.signal(signal.SIGKILL)
+        if self.store is not None:
+            self.store.close()
+            self.store = DescriptorStore()
+        if self.is_done:
+            self.is_done = False
+            self.start()
+
     def receive(self) -> None:
         if self.store is not None and self.process is not None:
             self.store.receive(os.getpgid(self.process.pid))
@@ -241,6 +251,11 @@ class Job:
             server.signal(signal.SIGTERM)
         return self._outcome(codes, time.monotonic() - began)
 
+    def computed(self, rank: int) -> int:
+        """How many gradients a rank has computed so far."""
+        path = self._folder / f"computed.{rank}"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
     def replace(self, member: Member) -> None:
         """Start a successor of a worker whose process lives, as if nobody could see that."""
         assert member.process is not None
@@ -264,7 +279,8 @@ class Job:
         if member.role == "worker" and code in (0, REPLACED):
             member.is_done = True
             return
-        assert code == -signal.SIGKILL, f"{member.name} ended with {code}\n{self._logs()}"
+        is_lost = member.role == "worker" and code == 1 and "ServerLostState: " in member.said()
+        assert code == -signal.SIGKILL or is_lost, f"{member.name} ended with {code}\n{self._logs()}"
         assert member.starts < _MOST_STARTS, f"{member.name} dies again and again\n{self._logs()}"
         member.start()
 
