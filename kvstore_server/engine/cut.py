@@ -187,7 +187,7 @@ def restore_space(space: Namespace, stored: StoredSpace, sessions: Sessions) -> 
             put_slice(table, slice_.index, found)
     apply_image(space, sessions, image)
     space.claim_restored()
-    for table in space.tables if space.shard.notes_changes else ():
+    for table in space.tables if space.shard.tracks_changes else ():
         table.unit.changes.begin(table.version)
 
 

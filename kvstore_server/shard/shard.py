@@ -684,7 +684,7 @@ class Shard:
         with self.storage.borrowed(slot, slot + 1) as own:
             own.copy_(weights)
         self.undos.pop(unit, None)
-        if self.notes_changes:
+        if self.tracks_changes:
             unit.changes.record_all()
 
     def reset_states(self) -> None:
