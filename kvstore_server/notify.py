@@ -11,6 +11,32 @@ READY = "READY=1"
 """The process has started."""
 
 
+def supervisor_address(environ: Mapping[str, str]) -> str | None:
+    """Return where the supervisor of a process listens: a path, or an abstract name after "@"; None if it has none."""
+    address = environ.get(NOTIFY_SOCKET, "")
+    return address if address.startswith(("/", "@")) else None
+
+
+def connect(address: str, timeout: float | None = None) -> socket.socket:
+    """Return a socket to a supervisor; raises OSError if nothing listens there."""
+    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    sender.settimeout(timeout)
+    try:
+        sender.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+    except OSError:
+        sender.close()
+        raise
+    return sender
+
+
+def send(sender: socket.socket, message: str, descriptors: Sequence[int] = ()) -> None:
+    """Send assignments, one on each line, and at most 253 descriptors, in one datagram."""
+    if descriptors:
+        socket.send_fds(sender, [message.encode()], list(descriptors))
+    else:
+        sender.send(message.encode())
+
+
 def notify(environ: Mapping[str, str], message: str, descriptors: Sequence[int] = ()) -> bool:
     """Send a message and descriptors to the supervisor of a process, if it has one that listens.
 
@@ -19,8 +45,7 @@ def notify(environ: Mapping[str, str], message: str, descriptors: Sequence[int] 
 
     Args:
         environ: The environment of the process.
-        message: Assignments, one on each line.
-        descriptors: At most 253.
+        message, descriptors: As for `send`.
 
     Returns:
         Whether there is such a supervisor.
@@ -28,14 +53,9 @@ def notify(environ: Mapping[str, str], message: str, descriptors: Sequence[int] 
     Raises:
         OSError: The socket cannot be reached.
     """
-    address = environ.get(NOTIFY_SOCKET, "")
-    if not address.startswith(("/", "@")):
+    address = supervisor_address(environ)
+    if address is None:
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        target = f"\0{address[1:]}" if address.startswith("@") else address
-        sender.connect(target)
-        if descriptors:
-            socket.send_fds(sender, [message.encode()], list(descriptors))
-        else:
-            sender.send(message.encode())
+    with connect(address) as sender:
+        send(sender, message, descriptors)
     return True

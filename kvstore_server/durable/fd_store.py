@@ -7,16 +7,15 @@ order, and a name may occur twice, so the contents decide what they are.
 
 from __future__ import annotations
 
-import array
 import fcntl
 import os
 import select
-import socket
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from kvstore_server.errors import RecoveryError
+from kvstore_server.notify import connect, send, supervisor_address
 
 PREFIX = "kvstore-"
 """Names of our descriptors begin with this; others are left alone."""
@@ -86,12 +85,9 @@ class NotifySocket:
         self._address = address
         self._most = most
         self._names = list(names)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.settimeout(_PROCESSED)
         try:
-            self._socket.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+            self._socket = connect(address, _PROCESSED)
         except OSError as error:
-            self._socket.close()
             raise self._unreachable(error) from None
 
     def store(self, name: str, fd: int) -> None:
@@ -113,9 +109,8 @@ class NotifySocket:
         self._socket.close()
 
     def _send(self, message: str, *fds: int) -> None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            self._socket.sendmsg([message.encode()], rights)
+            send(self._socket, message, fds)
         except OSError as error:
             raise self._unreachable(error) from None
 
@@ -149,7 +144,7 @@ def notify_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
     It says so in FDSTORE, as systemd 254 and newer do. A supervisor without it may drop what it is sent.
     """
-    address, room = environ.get("NOTIFY_SOCKET", ""), environ.get("FDSTORE", "")
-    if address.startswith(("/", "@")) and room.isdecimal() and int(room):
+    address, room = supervisor_address(environ), environ.get("FDSTORE", "")
+    if address is not None and room.isdecimal() and int(room):
         return address, int(room)
     return None
