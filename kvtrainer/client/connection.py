@@ -26,7 +26,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -50,7 +50,7 @@ from kvstore_server.protocol.messages import MAX_SOCKETS
 from kvstore_server.transport.channel import Channel, connect, watch
 from kvstore_server.transport.tcp import prepare, routing_id
 from kvtrainer.client.flow_control import Window
-from kvtrainer.client.session import Transport
+from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -356,10 +356,7 @@ class Connection(Transport):
         return self._ids[server][1 + self._num_sockets[server] % (MAX_SOCKETS - 1)]
 
     def begin(
-        self,
-        sessions: Sequence[tuple[int, int]],
-        report: Callable[[], bytes] = bytes,
-        restartable: Collection[int] = (),
+        self, sessions: SessionIds, report: MakeReport = bytes, restartable: Collection[int] = ()
     ) -> None:
         """Share memory with servers of this host and watch them; begin to send signs of life to all.
 
@@ -531,9 +528,7 @@ def _room_for(request: m.Request) -> int:
 class _Heartbeats:
     """The heartbeat thread. It closes the sockets, one per server."""
 
-    def __init__(
-        self, sockets: Sequence[Any], sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]
-    ) -> None:
+    def __init__(self, sockets: Sequence[Any], sessions: SessionIds, report: MakeReport) -> None:
         self._sockets = list(sockets)
         self._sessions = list(sessions)
         self._report = report

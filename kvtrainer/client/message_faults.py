@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_PAYLOAD, decode, divided, encode
 from kvstore_server.transport.channel import Channel
-from kvtrainer.client.session import Transport
+from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
 FAULTS = "KVSTORE_FAULTS"
 
@@ -158,10 +158,7 @@ class FaultyTransport(Transport):
         return self._inner.sockets(server)
 
     def begin(
-        self,
-        sessions: Sequence[tuple[int, int]],
-        report: Callable[[], bytes] = bytes,
-        restartable: Collection[int] = (),
+        self, sessions: SessionIds, report: MakeReport = bytes, restartable: Collection[int] = ()
     ) -> None:
         self._inner.begin(sessions, report, restartable)
 

@@ -44,7 +44,7 @@ from kvstore_server.errors import (
 from kvstore_server.failpoints import failpoint
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.plan import check_name
-from kvstore_server.processes import LAST_WORDS, ProcessState
+from kvstore_server.processes import DEAD_AFTER, LAST_WORDS, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
@@ -66,6 +66,10 @@ _NO_SESSION = (0, 0)
 _WAITING = 0
 """The trace lane of waits. Requests have the lowest free lane above it."""
 
+SessionIds = Sequence[tuple[int, int]]
+"""(run, session) of each server: the ids of its process and of this worker's session, both from `Welcome`."""
+MakeReport = Callable[[], bytes]
+"""Returns what each `Heartbeat` carries; called by another thread."""
 Handler = Callable[[int, m.ReplyBody], None]
 """Takes (server, reply) of a request that was sent."""
 
@@ -95,16 +99,11 @@ class Transport(ABC):
         """Routing ids of all sockets from which a server hears this process."""
 
     def begin(
-        self,
-        sessions: Sequence[tuple[int, int]],
-        report: Callable[[], bytes] = bytes,
-        restartable: Collection[int] = (),
+        self, sessions: SessionIds, report: MakeReport = bytes, restartable: Collection[int] = ()
     ) -> None:
         """Start what needs open sessions, such as heartbeats.
 
         Args:
-            sessions: (run, session) of each server.
-            report: Returns what each `Heartbeat` carries; called by another thread.
             restartable: Servers that are started again when their processes end: `disconnected` tells about these.
         """
         return None
@@ -175,7 +174,7 @@ class SessionOptions:
     num_workers: int
     timeout: float = 600.0
     connect_timeout: float = 30.0
-    dead_after: float = 20.0
+    dead_after: float = DEAD_AFTER
     capability: str = ""
     address: str = ""
     mode: Mode = SYNCHRONOUS

@@ -17,7 +17,7 @@ from kvstore_server.protocol.frames import divided
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.round import Round
 from kvtrainer.client.rounds import Rounds
-from kvtrainer.client.session import Session, SessionOptions, Transport
+from kvtrainer.client.session import MakeReport, Session, SessionIds, SessionOptions, Transport
 from kvtrainer.client.tables import RemoteTable
 
 Answer = Callable[[int, m.Request], Iterable[m.ReplyBody] | None]
@@ -93,10 +93,7 @@ class Scripted(Transport):
         return (b"socket to %d" % server,)
 
     def begin(
-        self,
-        sessions: Sequence[tuple[int, int]],
-        report: Callable[[], bytes] = bytes,
-        restartable: Collection[int] = (),
+        self, sessions: SessionIds, report: MakeReport = bytes, restartable: Collection[int] = ()
     ) -> None:
         self.heartbeats = list(sessions)
 
