@@ -19,6 +19,7 @@ from kvstore_server.supervisor import DURABILITY
 from kvtrainer.common.env import Topology, read_topology
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.jobs import kvlaunch
+from tests.support.launch_jobs import resuming
 from tests.support.limits import JOB_LIMIT, LIMIT
 from tests.support.processes import Processes
 
@@ -293,27 +294,13 @@ def test_the_unit_keeps_the_memory_of_a_server_and_starts_it_again_unless_that_i
 
 # torchrun.
 
-RESUMING = """
-import os, signal, torch, kvtrainer
-torch.set_num_threads(1)
-torch.manual_seed(0)
-net = torch.nn.Linear(4, 1)
-trainer = kvtrainer.Trainer(net.named_parameters(), "adam", {"learning_rate": 0.1}, kvstore="dist_sync")
-done, _ = trainer.resume()
-for step in range(done, 8):
-    torch.manual_seed(10 * step + trainer.rank)
-    net(torch.randn(8, 4)).square().mean().backward()
-    if step == 5 and trainer.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["DIES"]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    trainer.step()
-os.write(1, f"{net.weight.tolist()} {net.bias.tolist()}\\n".encode())  # at once: the workers share a pipe
-"""
-
 
 def test_workers_that_torchrun_starts_again_resume_with_the_bits_of_a_job_without_a_death(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "train.py").write_text(RESUMING)
+    (tmp_path / "train.py").write_text(
+        resuming('os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["DIES"]')
+    )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     said: list[str] = []
     for dies, told in (("never", 0), ("0", 1)):

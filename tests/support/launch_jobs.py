@@ -17,6 +17,26 @@ from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
+
+def resuming(dies: str) -> str:
+    """A script that trains from the last saved states on, whose rank 1 is killed in step 5 if an expression is true."""
+    return f"""
+import os, signal, torch, kvtrainer
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+trainer = kvtrainer.Trainer(net.named_parameters(), "adam", {{"learning_rate": 0.1}}, kvstore="dist_sync")
+done, _ = trainer.resume()
+for step in range(done, 8):
+    torch.manual_seed(10 * step + trainer.rank)
+    net(torch.randn(8, 4)).square().mean().backward()
+    if step == 5 and trainer.rank == 1 and {dies}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    trainer.step()
+os.write(1, f"{{net.weight.tolist()}} {{net.bias.tolist()}}\\n".encode())  # at once: workers may share a pipe
+"""
+
+
 # Runs a Launcher with stand-in servers.
 DRIVER = """
 import json, os, sys

@@ -14,7 +14,7 @@ from kvstore_server.restarts import REPLACED
 from kvtrainer import local_cluster
 from tests.integration.launch.test_hosts import HostJobs
 from tests.support.cluster_work import fail_until, kill_the_server
-from tests.support.launch_jobs import ROOT, STUBBORN, Jobs, line_of
+from tests.support.launch_jobs import ROOT, STUBBORN, Jobs, line_of, resuming
 from tests.support.limits import FOREVER, LIMIT
 from tests.support.processes import eventually
 
@@ -110,21 +110,7 @@ def test_kill_9_of_the_launcher_ends_a_worker_that_was_started_again(jobs: Jobs)
     assert eventually(lambda: jobs.alive() == []), jobs.alive()
 
 
-RESUMING = """
-import os, signal, torch, kvtrainer
-torch.set_num_threads(1)
-torch.manual_seed(0)
-net = torch.nn.Linear(4, 1)
-trainer = kvtrainer.Trainer(net.named_parameters(), "adam", {"learning_rate": 0.1}, kvstore="dist_sync")
-done, _ = trainer.resume()
-for step in range(done, 8):
-    torch.manual_seed(10 * step + trainer.rank)
-    net(torch.randn(8, 4)).square().mean().backward()
-    if step == 5 and trainer.rank == 1 and os.environ.get("KVSTORE_RESTARTS") == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    trainer.step()
-print(net.weight.tolist(), net.bias.tolist())
-"""
+RESUMING = resuming('os.environ.get("KVSTORE_RESTARTS") == "0"')
 
 
 def test_a_killed_worker_resumes_and_all_end_with_the_bits_of_a_job_without_a_death(jobs: Jobs) -> None:
