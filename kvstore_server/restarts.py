@@ -2,7 +2,7 @@
 
 The first restart is immediate, because most deaths come from outside: a machine that ran out of memory, a `kill`. A
 process that dies again soon after its start gets more and more time. It counts as steady once it has run for STEADY
-seconds; then waits begin anew. A process that never becomes steady is not started for ever, even without a limit.
+seconds; then waits are short again. A process that never becomes steady is not started for ever, even without a limit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Restarts:
     _in_a_row: int = 0
 
     def after(self, code: int, lived: float) -> float | None:
-        """Count a death after `lived` seconds. Return the seconds to wait before the restart; None if there is none."""
+        """Count a death after `lived` seconds. Return the seconds to wait; None if it is not started again."""
         if lived >= STEADY or self._in_a_row == 0:
             self._in_a_row, self.first_code = 0, code
         self._in_a_row += 1

@@ -79,7 +79,7 @@ class DurableMemory:
         """The highest number so far."""
 
     def take(self, key: str, nbytes: int) -> Region:
-        """Return the region with that key; a new one, of zeros, if there is none.
+        """Return the region with that key; a new one, of zeros, if it does not exist.
 
         Raises:
             RecoveryError: It has another size.

@@ -24,7 +24,7 @@ class Changes:
     segments: BoundedCache[Any]
     """Where tables are whose rounds end together; see `image`."""
     tables: set[int] = field(default_factory=set)
-    """Tables of which a round ended, or that changed in another way."""
+    """Tables that ended a round, or changed in another way."""
     hypers: set[int] = field(default_factory=set)
     """Tables for which a rank sent hyper-parameters."""
     clients: set[tuple[int, int]] = field(default_factory=set)

@@ -2,7 +2,7 @@
 
 Numbers (weights, optimizer state) are changed in place in durable memory, under the journal. Everything else is in
 images (`image`). At the end of each request that changed something, one record with the images of the namespaces
-concerned is appended, and only then is anything answered; so whoever was answered finds the same after a restart. A
+concerned is appended, and only then is anything answered; so a peer that was answered finds the same after a restart. A
 process that dies earlier leaves no trace: its successor undoes what the journal has protected since that record, and
 the workers send again what was lost.
 
@@ -162,7 +162,7 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
         else:
             raise RecoveryError(f"the stored log has a record of kind {record.kind}")
     if head is None:
-        raise RecoveryError("the stored log does not say of which server it is")
+        raise RecoveryError("the stored log does not say which server it belongs to")
     # 2. The memory of what still exists.
     fds = {int(one.name.removeprefix(REGION)): one.fd for one in kept if one.name.startswith(REGION)}
     regions = []
@@ -323,7 +323,7 @@ class Durability:
         self.memory.drop_others(kept)
 
     def erase(self) -> None:
-        """Remove all that is stored, because the server ends and nobody continues with it."""
+        """Remove all that is stored, because the server ends and no other process continues with it."""
         self.memory.drop_others(())
         if self._log is not None:
             self._store.remove(f"{LOG}{self._log.generation}")

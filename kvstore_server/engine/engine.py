@@ -976,7 +976,7 @@ class Engine:
         answer = repeated_answer(session.command, number, command)
         if answer is None:
             if self._durability is not None:
-                # A next process must know that it has begun, because nobody can tell what it did before a kill.
+                # A next process must know that it has begun, because what it did before a kill is unknown.
                 session.command = CommandAnswer(number, self._commands.interrupted(command))
                 self._note_session(session.token)
                 self._durability.commit(self.namespaces, self._sessions, self._finished)

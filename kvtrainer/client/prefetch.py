@@ -11,7 +11,7 @@ from kvtrainer.types import Arenas
 class Prefetch:
     """Buffers for weights that are requested with a push; pulls copy them until this worker contributes again.
 
-    Only for synchronous rounds, where nobody else can change the weights before that.
+    Only for synchronous rounds, where no other worker can change the weights before that.
     """
 
     def __init__(self) -> None:

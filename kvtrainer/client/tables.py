@@ -193,7 +193,7 @@ class RemoteTable:
         self.takes_half = False
         """Whether the weights here are those of the servers, rounded to bfloat16."""
         self.takeover: Takeover | None = None
-        """What an earlier process of this rank has done; None if there was none, or nobody asked."""
+        """What an earlier process of this rank has done; None if there was none, or it was not asked for."""
         self.delta_codec: Codec | None = None
         """How changes of weights are encoded; None if weights come as they are."""
         self.followed: dict[int, tuple[int, Tensor]] = {}

@@ -77,7 +77,7 @@ def server_command(
 ) -> list[str]:
     """Return the command of a server. It stops waiting for a dead worker's round before `grace` seconds are over.
 
-    With `restarts`, its supervisor starts it again, so many times at most.
+    With `restarts`, its supervisor starts it again, up to that many times.
     """
     supervised = ["--supervise", "--restarts", str(restarts)] if restarts else []
     place = ["--index", str(index), "--num-servers", str(count)]

@@ -37,7 +37,7 @@ class RestartedRanks:
         return {RESTARTS: str(self._restarts[rank].used)} if self._limit else {}
 
     def count(self, rank: int, name: str, code: int, lived: float, now: float) -> Death | None:
-        """Count the death of a worker; None if it is none: the worker is done or replaced, or there are no restarts."""
+        """Count the death of a worker; None if the worker is done or replaced, or there are no restarts."""
         if not self._limit or is_final(code):
             return None
         restarts = self._restarts[rank]

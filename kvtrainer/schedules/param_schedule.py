@@ -493,7 +493,7 @@ def count_in_mmengine(state_dict: Mapping[str, Any], schedule: Any) -> int:
 
 
 class Warmup:
-    """Multiplies a value by `warmup_factor`. Momentum is divided by it, up to a limit, of which it warns once."""
+    """Multiplies a value by `warmup_factor`. Momentum is divided by it, up to a limit, and then it warns once."""
 
     def __init__(self, name: str) -> None:
         self._is_of_momentum = name == "momentum"
