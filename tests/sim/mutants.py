@@ -407,7 +407,7 @@ def assign_that_sums(real: Any, self: Any, round_: int, parts: Any, is_lane: boo
     """Values that are to replace the weights are summed over ranks."""
     real(self, round_, parts, is_lane)
     if round_:
-        self.shard.assign_sum([part.given._replace(scale=1.0) for part in parts.values()])
+        self.shard.assign_sum([part.contribution._replace(scale=1.0) for part in parts.values()])
 
 
 @replaces(Table, "_assign")
