@@ -47,7 +47,7 @@ _TABLES_PER_LAYOUT = 1024
 """Each group of this many tables has messages of its own, so that servers start on the first group while this worker
 still sends the last."""
 _LAYOUTS_KEPT = 16
-_IN_VAIN = 3
+_WARN_AFTER = 3
 """Warn after this many rounds in a row in which every eagerly pushed gradient had changed."""
 
 
@@ -64,7 +64,7 @@ class Rounds:
         self._prefetch = Prefetch()
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
-        session.on_return.append(self._start_over)
+        session.on_return.append(self._resend_after_restart)
 
     def start(
         self,
@@ -114,7 +114,7 @@ class Rounds:
                 round_.encoded = encode_slices(contribution, round_.valid or ())
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 request = ServerRequest(layout, round_, self.tables)
-                request.number = session.next_number(partial(self._take, round_, request))
+                request.number = session.next_number(partial(self._receive, round_, request))
                 if eager is not None and round_.valid is not None:
                     request.follow(round_.valid, len(round_.valid) == len(eager.sent))
                 round_.server_requests.append(request)
@@ -156,24 +156,20 @@ class Rounds:
         session, contribution = self._session, round_.contribution
         speculative = None if eager is None else eager.speculative
         is_plain, was_right = _can_declare_intent(contribution), True
-        said = (
-            None
-            if speculative is None
-            else (speculative.contribution.rescale, speculative.contribution.hyper)
-        )
-        is_equal = is_plain and said == (contribution.rescale, contribution.hyper)
-        told = (
-            {}
-            if speculative is None
-            else {request.server: request for request in speculative.server_requests}
-        )
+        is_equal, announced = False, dict[int, ServerRequest]()
+        if speculative is not None:
+            expected = speculative.contribution
+            is_equal = (
+                is_plain and expected.rescale == contribution.rescale and expected.hyper == contribution.hyper
+            )
+            announced = {request.server: request for request in speculative.server_requests}
         for request in round_.server_requests:
             # 1. Go on with the request of the backward pass, if there was one.
-            before = told.get(request.server)
+            before = announced.get(request.server)
             if before is not None and contribution.outs is not None:
                 session.forget(request.number)
                 request.adopt(before)
-                session.listen(request.number, partial(self._take, round_, request))
+                session.listen(request.number, partial(self._receive, round_, request))
             elif before is not None:
                 session.forget(before.number)
             # 2. Count what is on its way, by which slices are cut.
@@ -220,7 +216,7 @@ class Rounds:
                 self._session.send(request.server, request.number, intent, len(table.plan.slices) + 1)
 
     def _reset_if_over(self, eager: EagerPush, table: RemoteTable) -> bool:
-        """Reset the eager pushes of a table if their round has ended, committed or not; returns whether it has."""
+        """Reset the eager pushes of a table if their round has ended, committed or not; return whether it has."""
         is_over = eager.round != table.round
         if is_over:
             for request in eager.speculative.server_requests if eager.speculative is not None else ():
@@ -258,31 +254,25 @@ class Rounds:
             if self._session.is_remote:
                 self._declare_speculative(table, eager, predict_hypers)
         # 2. Copy the slice, and compress it.
-        values, form = eager.copy(slice_, parts), b""
+        values, encoding = eager.copy(slice_, parts), b""
         if table.compressor is not None:
-            form = table.compressor.packed_codec
+            encoding = table.compressor.packed_codec
             values = table.compressor.encode_eagerly(values[: slice_.used], slice_)
         # 3. Send it. It counts as sent from here on: if it is lost, the server asks for it.
         eager.record(slice_)
         failpoint("worker.round.eager")
         pushes = m.matrix([(table.slot_of(slice_), table.round, 0, values.nbytes)], m.PUSH_WORDS)
-        body = m.Contribute(pushes, (values,), NO_COMMITS, form, timeout=self._session.options.timeout)
+        body = m.Contribute(pushes, (values,), NO_COMMITS, encoding, timeout=self._session.options.timeout)
         number, speculative = self._session.next_number(), eager.speculative
-        request = (
-            next(
-                (request for request in speculative.server_requests if request.server == slice_.server),
-                None,
-            )
-            if speculative
-            else None
-        )
+        announced = [] if speculative is None else speculative.server_requests
+        request = next((one for one in announced if one.server == slice_.server), None)
         urgency = len(table.plan.slices) - slice_.index
         if request is None:
             self._session.send(slice_.server, number, body, urgency)
             return
         self._session.process_received()  # answers make room for parts that wait
         share = request.layout.total * values.nbytes // max(slice_.nbytes, 1)  # an empty key has 0 bytes
-        sent = list(cut(body, share, partial(request.layout.itemsize, form)))
+        sent = list(cut(body, share, partial(request.layout.itemsize, encoding)))
         # Parts keep the order of the backward pass. No weights of the round may be used before its commit, which comes
         # behind all parts, so sorting them would gain nothing, and leave more slices answered in part.
         for part in sent:
@@ -421,7 +411,7 @@ class Rounds:
         self._layouts[key] = [layout for layout in every if layout.tables]
         return self._layouts[key]
 
-    def _start_over(self, server: int) -> None:
+    def _resend_after_restart(self, server: int) -> None:
         """Send a server that was restarted everything of open rounds again: it knows only of rounds that are over."""
         channel = self._session.transport.channel(server)
         # 1. Where weights are in its memory has to be said again.
@@ -456,7 +446,7 @@ class Rounds:
 
     # ---------------------------------------------------------------- receiving
 
-    def _take(self, round_: Round, request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
+    def _receive(self, round_: Round, request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
         position = request.layout.position
         # 1. Weights, or only the end of the round.
         if isinstance(reply, m.Weights):
@@ -466,7 +456,7 @@ class Rounds:
             request.applied.update(known)
             round_.finish(request, [at for at, _ in known if not request.incoming.num_pending[at]])
         elif isinstance(reply, m.Failed):
-            self._take_failure(round_, request, reply)
+            self._receive_failure(round_, request, reply)
         elif (
             isinstance(reply, m.Held | m.Absent | m.Vetoed | m.EffectiveOptions | m.Missing)
             and reply.table in position
@@ -475,13 +465,13 @@ class Rounds:
             at = position[reply.table]
             table = request.layout.tables[at]
             if isinstance(reply, m.Held):
-                self._take_held(round_, request, at, reply)
+                self._receive_held(round_, request, at, reply)
             elif isinstance(reply, m.Absent):
                 round_.absent.setdefault(table.name, set()).update(reply.keys)
             elif isinstance(reply, m.EffectiveOptions):
                 round_.in_force[table.name] = reply
             elif isinstance(reply, m.Vetoed):
-                self._take_veto(round_, request, at, reply)
+                self._receive_veto(round_, request, at, reply)
             elif round_.asks_again:
                 # 3. The commit is lost: what the others answer does not matter any more.
                 round_.is_lost = True
@@ -496,7 +486,7 @@ class Rounds:
                              self._session.describe(request.server), len(lost), reply.round)  # fmt: skip
                 self._send_again(round_, request, lost)
 
-    def _take_failure(self, round_: Round, request: ServerRequest, failure: m.Failed) -> None:
+    def _receive_failure(self, round_: Round, request: ServerRequest, failure: m.Failed) -> None:
         """Record that the round of one table, or with table -1 of all, has failed on a server; other tables go on."""
         error = from_wire(failure.code, failure.text)
         # An abort is only a consequence: any other error tells more about the cause.
@@ -534,7 +524,7 @@ class Rounds:
 
     # ---------------------------------------------------------------- deciding
 
-    def _take_held(self, round_: Round, request: ServerRequest, at: int, held: m.Held) -> None:
+    def _receive_held(self, round_: Round, request: ServerRequest, at: int, held: m.Held) -> None:
         """Record what a server measured of its part of a sum; when all have, decide what happens to the sum.
 
         All workers decide alike, so the first decision that arrives at a server is used. An error that the guard raises
@@ -545,24 +535,24 @@ class Rounds:
             return
         request.held[at] = held
         failpoint("worker.round.held")
-        places = list(round_.server_requests_of(table))
+        parts = list(round_.server_requests_of(table))
         if table.name in round_.decided:
             self._resolve(round_, table, [(request, at)])  # this server was not told yet
         elif round_.vetoes.get(table.name):
             self._skip(round_, table)
-        elif all(where in one.held for one, where in places):
+        elif all(index in one.held for one, index in parts):
             # The norm of the whole sum, combined in the order of slices, so that all workers get the same bits.
-            said = [one.held[where] for one, where in places]
-            partials = sorted(partial for one in said for partial in one.partials)
+            measurements = [one.held[index] for one, index in parts]
+            partials = sorted(partial for one in measurements for partial in one.partials)
             norm = combine((value for _, value in partials), guard.norm_type)
-            measured = Measured(norm, all(one.is_finite for one in said))
+            measured = Measured(norm, all(one.is_finite for one in measurements))
             round_.decided[table.name] = (measured, guard.decide(measured))
             round_.log("decided")
-            self._resolve(round_, table, places)
+            self._resolve(round_, table, parts)
         if at in request.complete:
             round_.finish(request, [at])
 
-    def _take_veto(self, round_: Round, request: ServerRequest, at: int, veto: m.Vetoed) -> None:
+    def _receive_veto(self, round_: Round, request: ServerRequest, at: int, veto: m.Vetoed) -> None:
         table = request.layout.tables[at]
         round_.vetoes[table.name] = veto.ranks
         request.skipped.add(at)
@@ -580,11 +570,9 @@ class Rounds:
             round_.decided[table.name] = (None, Decision(skip=True))
             self._resolve(round_, table, held)
 
-    def _resolve(
-        self, round_: Round, table: RemoteTable, places: Iterable[tuple[ServerRequest, int]]
-    ) -> None:
+    def _resolve(self, round_: Round, table: RemoteTable, parts: Iterable[tuple[ServerRequest, int]]) -> None:
         _, (coef, clip_value, skip) = round_.decided[table.name]
-        for request, at in places:
+        for request, at in parts:
             if at in request.open and at not in request.complete:
                 resolve = m.Resolve(int(request.layout.commits[at, 0]), table.round, coef, clip_value, skip)
                 self._session.send(request.server, request.number, resolve, round_.contribution.priority)
@@ -596,8 +584,8 @@ class Rounds:
         """End a round: write its weights, or abort it on all servers, and advance the tables."""
         tables, all_tables = round_.contribution.tables, self.tables
         # 1. No replies are wanted any more. What is still open is lost.
-        own = [table.index for table in tables if self.open.get(table.index) is round_]
-        for index in own if round_.is_read else ():  # nothing hangs on its end
+        own_tables = [table.index for table in tables if self.open.get(table.index) is round_]
+        for index in own_tables if round_.is_read else ():  # nothing hangs on its end
             del self.open[index]
         round_.is_over = True
         round_.log("applied" if error is None else "failed", error)
@@ -622,8 +610,8 @@ class Rounds:
             differs = None if table.index in lost else _decision_conflict(round_, table)
             if differs is not None:
                 all_tables.broken[table.index] = differs
-        gone = lost.union(all_tables.broken)
-        # 4. Versions and weights. Tables that are gone keep those of the last round.
+        not_applied = lost.union(all_tables.broken)
+        # 4. Versions and weights. Tables whose round was not applied keep those of the last round.
         ages: dict[int, int] = {}
         """Table (index) → how many updates of others this contribution had missed, on any server."""
         is_sync = self._session.options.mode.is_sync
@@ -631,19 +619,19 @@ class Rounds:
             for at, version in request.applied.items():
                 index = int(request.layout.index[at])
                 before = int(all_tables.version[request.server, index])
-                if index not in gone:
+                if index not in not_applied:
                     all_tables.newest[request.server, index] = version
-                if index not in gone and version >= 0 and before >= 0 and not is_sync:
+                if index not in not_applied and version >= 0 and before >= 0 and not is_sync:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
-            round_.write(request, gone, all_tables)
+            round_.write(request, not_applied, all_tables)
             failpoint("worker.round.next_write")
-        if round_.contribution.sink.maps and not gone:
+        if round_.contribution.sink.maps and not not_applied:
             round_.contribution.sink.commit()
         if ages:
             all_tables.staleness[list(ages)] = list(ages.values())
         failpoint("worker.round.written")
         # 5. The next round of the tables that were applied, and what compression carries over to it.
-        applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
+        applied = np.array([table.index for table in tables if table.index not in not_applied], np.int64)
         all_tables.round[applied] += 1
         all_tables.is_initialised[applied] = True
         if not round_.is_given:
@@ -651,7 +639,7 @@ class Rounds:
             self._prefetch.complete(set(applied.tolist()) - vetoed)
         for table in tables if round_.encoded else ():
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
-            if was_sent and table.index not in gone and table.compressor is not None:
+            if was_sent and table.index not in not_applied and table.compressor is not None:
                 table.compressor.accept()
         # 6. Free the gradients, although the caller may keep the round.
         round_.contribution = round_.contribution._replace(values=None)
@@ -659,11 +647,11 @@ class Rounds:
         if lost and isinstance(error, FencedError):
             all_tables.broken.update(dict.fromkeys(lost, error))
         elif lost:
-            # Whoever interrupts does not want to wait for a server that is being restarted.
+            # Who interrupts does not want to wait for a server that is being restarted.
             awaits_restarts = error is None or isinstance(error, Exception)
-            given_up = [table for table in tables if table.index in lost]
-            self._give_up(round_, given_up, describe(error), awaits_restarts)
-        for index in own:  # last: one that is over and open was interrupted as it ended
+            lost_tables = [table for table in tables if table.index in lost]
+            self._give_up(round_, lost_tables, describe(error), awaits_restarts)
+        for index in own_tables:  # last: one that is over and open was interrupted as it ended
             del self.open[index]
         failpoint("worker.round.end")
 
@@ -673,25 +661,27 @@ class Rounds:
         """Abort rounds on all servers; if one has applied what another has failed, have it undone."""
         # 1. Which servers have failed the round already.
         pairs = [(table, server) for table in tables for server in table.numbers]
-        fates: dict[tuple[str, int], bool | None] = {}
+        was_applied: dict[tuple[str, int], bool | None] = {}
         following: dict[str, list[int]] = {}
         for request in round_.server_requests:
             for at, next_round in request.failed.items():
                 table = request.layout.tables[at]
                 following.setdefault(table.name, []).append(next_round)
                 if next_round > table.round:
-                    fates[table.name, request.server] = False  # the server has said so already
+                    was_applied[table.name, request.server] = False  # the server has said so already
         # 2. Abort it on the others, which answer whether they had applied it.
-        unknown = [p for p in pairs if (p[0].name, p[1]) not in fates]
-        fates |= self._abort(unknown, reason, False, awaits_restarts)
+        unknown = [p for p in pairs if (p[0].name, p[1]) not in was_applied]
+        was_applied |= self._abort(unknown, reason, False, awaits_restarts)
         # 3. Undo it where it was applied, but only if another server has failed it for certain: then no worker can have
         # finished it.
-        lost = {name for (name, _), fate in fates.items() if fate is False}
-        half_applied = [p for p in pairs if fates[p[0].name, p[1]] and p[0].name in lost]
-        fates |= self._abort(half_applied, reason, True, awaits_restarts)
+        lost = {name for (name, _), applied_there in was_applied.items() if applied_there is False}
+        half_applied = [p for p in pairs if was_applied[p[0].name, p[1]] and p[0].name in lost]
+        was_applied |= self._abort(half_applied, reason, True, awaits_restarts)
         for table in tables:
             # 4. A table whose servers may not agree is broken; all others go on with the next round.
-            outcome = {self._session.describe(server): fates[table.name, server] for server in table.numbers}
+            outcome = {
+                self._session.describe(server): was_applied[table.name, server] for server in table.numbers
+            }
             error = _half_applied_error(table, outcome, reason)
             if error is not None:
                 self.tables.broken[table.index] = error
@@ -741,12 +731,12 @@ def _half_applied_error(
 ) -> KVStoreError | None:
     if len(set(outcome.values())) == 1 and None not in outcome.values():
         return None
-    applied = [server for server, fate in outcome.items() if fate]
-    silent = [server for server, fate in outcome.items() if fate is None]
-    told = [f"{', '.join(applied)} had applied it"] if applied else []
-    told += [f"{', '.join(silent)} did not say whether it had been applied"] if silent else []
+    applied = [server for server, applied_there in outcome.items() if applied_there]
+    silent = [server for server, applied_there in outcome.items() if applied_there is None]
+    facts = [f"{', '.join(applied)} had applied it"] if applied else []
+    facts += [f"{', '.join(silent)} did not say whether it had been applied"] if silent else []
     return KVStoreError(
-        f"round {table.round} of {table.name!r} failed ({reason}), but {' and '.join(told)}: the servers may be "
+        f"round {table.round} of {table.name!r} failed ({reason}), but {' and '.join(facts)}: the servers may be "
         "one round apart. Restart the job from its last saved states"
     )
 
@@ -771,12 +761,12 @@ class EagerPushMonitor:
 
     def count(self, was_useful: bool) -> None:
         self._rounds = 0 if was_useful else self._rounds + 1
-        if self._rounds == _IN_VAIN:
+        if self._rounds == _WARN_AFTER:
             _log.warning(
                 "overlap=True has sent every gradient twice in the last %d steps: they were changed between the "
                 "backward pass and step(). The options clip_grad and amp of the Trainer clip and unscale without that. "
                 "This is said once",
-                _IN_VAIN,
+                _WARN_AFTER,
             )
 
 
@@ -803,9 +793,9 @@ class EagerPush:
         """Slice (by index) → what was pushed of it."""
         self._memory: dict[int, Tensor] = {}
         """Slice (by index) → a buffer for it, with padding."""
-        self._vain = EagerPushMonitor()
-        self._surprises = Backoff()
-        """Rounds that are not announced, because earlier ones came otherwise."""
+        self._monitor = EagerPushMonitor()
+        self._backoff = Backoff()
+        """Skips announcing some rounds after one that came otherwise than announced."""
 
     def begin(self, round_: int) -> None:
         self.round, self.sent, self.speculative = round_, {}, None
@@ -816,26 +806,26 @@ class EagerPush:
         if values is None:
             values = torch.zeros(slice_.length, dtype=torch_dtype(slice_.dtype), device="cpu")
             self._memory[slice_.index] = values
-        places = [values[one.start : one.start + one.numel] for one in slice_.segments]
-        torch._foreach_copy_(places, list(parts))
+        targets = [values[one.start : one.start + one.numel] for one in slice_.segments]
+        torch._foreach_copy_(targets, list(parts))
         return values
 
     def record(self, slice_: Slice) -> None:
         self.sent[slice_.index] = self._memory[slice_.index][: slice_.used]
 
     def end(self, valid: Collection[int]) -> None:
-        self._vain.count(bool(valid))
+        self._monitor.count(bool(valid))
 
     def expect(self, contribution: Contribution | None, was_right: bool) -> None:
         """Set what the next round is expected to be like; `was_right` if this one came as announced, or was not
         announced.
         """
         if not was_right:
-            self._surprises.fail()
+            self._backoff.fail()
         elif self.speculative is not None and self.speculative.server_requests:
-            self._surprises.reset()
+            self._backoff.reset()
         self.speculative = None
         self.expected = None
-        if not self._surprises.take_skip() and contribution is not None:
+        if not self._backoff.take_skip() and contribution is not None:
             # The gradients themselves are not kept alive.
             self.expected = contribution._replace(borrowed={}, shared_grads={})

@@ -357,7 +357,7 @@ class BucketOverlap:
         self._missing: list[int] = []
         """How many keys of each bucket have yet to come."""
         self._usable: list[_Bucket] = []
-        self._vain = EagerPushMonitor()
+        self._monitor = EagerPushMonitor()
         # Of CUDA tensors another thread computes the gradients.
         self._lock = threading.Lock()
         memory.tracker.listen(self._on_gradient)
@@ -403,7 +403,7 @@ class BucketOverlap:
             if not {NOT_SENT, CHANGED}.intersection(said)
         ]
         if most:
-            self._vain.count(bool(self._usable))
+            self._monitor.count(bool(self._usable))
 
     @torch.no_grad()
     def take(self, arenas: Mapping[str, Tensor], factor: float) -> frozenset[int]:

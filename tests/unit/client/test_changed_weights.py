@@ -227,14 +227,14 @@ def parts_of(job: Job, items: list[Contribution]) -> dict[int, tuple[int, int]]:
     """Slot → kind and size of what comes back to rank 0 in a round."""
     replies: dict[int, tuple[int, int]] = {}
     rounds = job.clients[0].rounds
-    take = rounds._take
+    take = rounds._receive
 
     def note(round_: Any, server_request: Any, server: int, reply: m.ReplyBody) -> None:
         if isinstance(reply, m.Weights):
             replies.update({slot: (kind, nbytes) for slot, _, kind, nbytes in reply.parts.tolist()})
         take(round_, server_request, server, reply)
 
-    rounds._take = note  # type: ignore[method-assign]
+    rounds._receive = note  # type: ignore[method-assign]
     job.play(items)
     return replies
 
