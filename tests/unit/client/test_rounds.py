@@ -434,7 +434,7 @@ def test_weights_of_an_older_reply_are_not_mixed_with_newer_ones() -> None:
 
 
 def test_a_fenced_process_leaves_the_round_on_other_servers_to_its_successor() -> None:
-    engines = [Engine(EngineConfig(server, 2, run=server + 1)) for server in range(2)]
+    engines = [Engine(EngineConfig(server, 2, run_id=server + 1)) for server in range(2)]
     client = Client(Loopback(engines, time.monotonic), SessionOptions("job", 0, 2), time.monotonic)
     client.connect()
     [table] = client.register({"w": [TensorSpec("w", (100_000,), "float32")]})
