@@ -194,7 +194,7 @@ class Journal:
             if start > begin or rest:
                 continue
             ids = before.ids[(before.ids >= first) & (before.ids < first + len(rows))]
-            values = torch.empty(len(ids), *rows.shape[1:], dtype=rows.dtype)
+            values = torch.empty(len(ids), *rows.shape[1:], dtype=rows.dtype, device="cpu")
             if len(ids):
                 former = _rows_in(self.shadow(region).bytes, start, width, ids)[ids]
                 values.view(-1).view(torch.uint8).numpy()[:] = former.view(np.uint8)
