@@ -55,6 +55,7 @@ POINTS = {
     "worker.round.next_write": "the weights of a server were written, and those of the next one were not",
     "worker.round.written": "all weights were written, and the round was not counted yet",
     "worker.round.end": "the round is over",
+    "worker.memory.written": "what outlives it was written for the next round, and does not count yet",
     "worker.rows.asked": "rows were asked for, and have not come",
     "worker.barrier.begin": "before it comes to a barrier",
     "worker.barrier.end": "it has passed a barrier",

@@ -162,6 +162,7 @@ def encode_slices(contribution: Contribution, valid: Collection[int]) -> dict[in
         if table.compressor is not None:
             plain = [p for p in table.plan.slices if p.index not in found and contribution.gives(at, p)]
             data = table.compressor.encode(values, plain, absent, valid)
+            table.compressor.store(table.round)
             found |= {index: EncodedSlice(table.compressor.packed_codec, one) for index, one in data.items()}
         if found:
             encoded[table.index] = found

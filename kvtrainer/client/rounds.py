@@ -638,8 +638,10 @@ class Rounds:
             vetoed = {table.index for table in tables if table.name in round_.vetoes}
             self._prefetch.complete(set(applied.tolist()) - vetoed)
         for table in tables if round_.encoded else ():
-            was_sent = table.index in round_.encoded and table.name not in round_.vetoes
-            if was_sent and table.index not in not_applied and table.compressor is not None:
+            was_sent = table.index in round_.encoded and table.index not in not_applied
+            if was_sent and table.compressor is not None and table.name in round_.vetoes:
+                table.compressor.reject()
+            elif was_sent and table.compressor is not None:
                 table.compressor.accept()
         # 6. Free the gradients, although the caller may keep the round.
         round_.contribution = round_.contribution._replace(values=None)

@@ -23,6 +23,7 @@ from kvstore_server.errors import KVStoreError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
+from kvtrainer.states.surviving_memory import Version, Versions
 
 Place = TypeVar("Place", bound=Hashable)
 
@@ -71,6 +72,8 @@ class Compressor:
         """Slice (by index) → its bytes in the present round."""
         self._read: dict[int, Tensor] = {}
         """Slice (by index) → bytes that servers have read: memory for the next round."""
+        self.survivors: Versions | None = None
+        """Where residuals are stored too, so that they outlive the process; None if they need not."""
 
     def encode(
         self,
@@ -113,8 +116,31 @@ class Compressor:
     def accept(self) -> None:
         for place in list(self._residuals.following):
             self._residuals.accept(place)
+        if self.survivors is not None:
+            self.survivors.accept()
         self._read |= self._bytes
         self._bytes = {}
+
+    def reject(self) -> None:
+        """Leave the residuals as they were, because the round has changed nothing."""
+        if self.survivors is not None:
+            self.survivors.drop()
+
+    def store(self, round_: int) -> None:
+        """Let the residuals after a round, which was encoded and not sent, outlive the process, if they are to."""
+        if self.survivors is not None:
+            self.survivors.write(round_, _by_name({**self._residuals.kept, **self._residuals.following}))
+
+    def begin_to_store(self, survivors: Versions, round_: int) -> None:
+        """Store the present residuals, and from now on those of each round; they hold before a round."""
+        survivors.begin(round_, _by_name(self._residuals.kept))
+        self.survivors = survivors
+
+    def go_on_with(self, survivors: Versions, found: Version) -> None:
+        """Take the residuals that an earlier process has stored, and store those of the coming rounds."""
+        fresh = Residuals[int](self.codec)
+        fresh.kept = {int(name): residual for name, residual in found.tensors.items()}
+        self._residuals, self._bytes, self.survivors = fresh, {}, survivors
 
     def residuals(self) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
@@ -160,6 +186,10 @@ class Compressor:
                 following[part] = residual[part]
         self._residuals.following[slice_.index] = following
         return out
+
+
+def _by_name(residuals: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    return {str(place): residual for place, residual in residuals.items()}
 
 
 class Takeover(NamedTuple):

@@ -60,6 +60,8 @@ TRANSPORTS = ("auto", "shm", "tcp")
 PROGRESS = "KVSTORE_PROGRESS"
 """1: show progress although standard error is not a terminal. kvlaunch sets it if its own is one."""
 
+WORKER_MEMORY = "KVSTORE_WORKER_MEMORY"
+"""Path of a file in memory that outlives the processes of a worker."""
 LOG = "KVSTORE_LOG"
 """debug: one line for each message and each transition of a round. Servers know more levels."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -114,7 +116,7 @@ SOURCES = (
 
 _MORE_PLACES = (
     "NOTIFY_SOCKET", "FDSTORE", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES",
-    SERVERS, ROLE, RESTARTS, "DMLC_SERVER_ID", "LOCAL_WORLD_SIZE",
+    SERVERS, ROLE, RESTARTS, WORKER_MEMORY, "DMLC_SERVER_ID", "LOCAL_WORLD_SIZE",
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_NODEID",
     "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK", "MPI_LOCALNRANKS",

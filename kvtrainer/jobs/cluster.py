@@ -52,6 +52,7 @@ from kvtrainer.jobs.processes import (
     server_command,
 )
 from kvtrainer.jobs.restarted_ranks import RestartedRanks
+from kvtrainer.jobs.worker_memories import WorkerMemories
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -224,6 +225,7 @@ class _ClusterWorkers:
         self._topology = Topology(0, count, servers)
         self._code = code
         self._restarted = RestartedRanks(count, restart)
+        self._memories = WorkerMemories(count if restart else 0)
         self._papers = [MemFile() for _ in range(count)]
         self.children: list[Child] = []
 
@@ -254,13 +256,16 @@ class _ClusterWorkers:
     def close(self) -> None:
         for paper in self._papers:
             paper.close()
+        self._memories.close()
 
     def _start(self, rank: int) -> Child:
         place = replace(self._topology, rank=rank).as_variables(rank) | self._restarted.environment(rank)
+        place |= self._memories.environment(rank)
         fds = self._code.fd, self._papers[rank].fd
         command = [sys.executable, "-m", "kvtrainer.jobs.cluster", *map(str, fds)]
         share = self._topology.num_workers
-        return self._group.start("worker", rank, command, place, share=share, pass_fds=fds)
+        inherited = *fds, *self._memories.descriptors(rank)
+        return self._group.start("worker", rank, command, place, share=share, pass_fds=inherited)
 
     def _has_failed(self, rank: int, child: Child, now: float) -> bool:
         """Return whether a worker that has ended is not done, and will not be; count its death otherwise."""

@@ -30,6 +30,7 @@ from kvtrainer.common.env import Topology, numeric_host, parse_address, tcp_addr
 from kvtrainer.jobs.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, marked_environment
 from kvtrainer.jobs.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events, ProcessGroup, Put
 from kvtrainer.jobs.restarted_ranks import RestartedRanks
+from kvtrainer.jobs.worker_memories import WorkerMemories
 
 MAX_SLOTS = 4096
 SSH_FAILED = 255
@@ -230,6 +231,7 @@ class Launcher:
         self._viewers: list[Child] = []
         self._restarted = RestartedRanks(num_workers, restarts)
         self._restarted_servers = RestartedRanks(len(server_commands), server_restarts)
+        self._memories = WorkerMemories(num_workers if restarts and remote is None else 0)
         self._topology = Topology(0, num_workers, ())
         self._addresses = Addresses(self._events.output.put)
         self._code: int | None = None
@@ -244,6 +246,7 @@ class Launcher:
                 self._start_and_work()
             finally:
                 self._stop()
+                self._memories.close()
             self._flush()
         return self._code or 0
 
@@ -301,9 +304,16 @@ class Launcher:
         share = self._num_workers if self._remote is None else 0
         local_rank = rank if self._remote is None else self._remote.local_rank(rank)
         place = replace(self._topology, rank=rank).as_variables(local_rank)
-        own = {**self._environ, **place, **self._restarted.environment(rank)}
-        environ = marked_environment(own, "", share)
-        for worker in self._spawn("worker", rank, self._worker_command, environ, self._events.output.put):
+        own = {
+            **self._environ,
+            **place,
+            **self._restarted.environment(rank),
+            **self._memories.environment(rank),
+        }
+        environ, fds = marked_environment(own, "", share), self._memories.descriptors(rank)
+        for worker in self._spawn(
+            "worker", rank, self._worker_command, environ, self._events.output.put, fds
+        ):
             self._workers[rank] = worker
 
     def _restart_server(self, index: int) -> None:
@@ -313,7 +323,13 @@ class Launcher:
             self._servers[index] = server
 
     def _spawn(
-        self, role: str, index: int, command: Sequence[str], environ: Mapping[str, str], put: Put
+        self,
+        role: str,
+        index: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        put: Put,
+        pass_fds: Sequence[int] = (),
     ) -> list[Child]:
         """Start a process. Return it, or nothing if the job has failed, which it does if this one cannot be started."""
         if self._code is not None:
@@ -323,7 +339,7 @@ class Launcher:
             name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteChild
             command = self._remote.command(role, index, command, environ)
         try:
-            child = kind(name, tag, command, environ, put, prepare=end_with_parent(os.getpid()))
+            child = kind(name, tag, command, environ, put, pass_fds, prepare=end_with_parent(os.getpid()))
         except (OSError, ValueError) as error:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")

@@ -34,7 +34,8 @@ from kvtrainer.client.replica_sums import ReplicaCompressor
 from kvtrainer.client.row_reads import TableRows
 from kvtrainer.client.session import Report
 from kvtrainer.client.shared_weights import WeightSink
-from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
+from kvtrainer.common.env import WORKER_MEMORY
+from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError, WorkerLostError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.kvstore.device import DeviceKVStore
@@ -45,6 +46,7 @@ from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.options.stages import GradientLimits
 from kvtrainer.ranks.host_reduce import HierarchicalReduce, open_host_sum
 from kvtrainer.ranks.process_group import Buckets, RankGroup, current_group
+from kvtrainer.states.surviving_memory import SurvivingMemory
 from kvtrainer.sync.client_state import JOINED, Records, find_records
 from kvtrainer.sync.eager_push import Overlap
 from kvtrainer.sync.exchange import (
@@ -181,6 +183,8 @@ class Binding:
         """Residuals that were loaded before the store was made."""
         self.resumed: ResumedRounds | None = None
         """What an earlier process of this rank has done, once the store is open; None if there was none."""
+        self.survivors: SurvivingMemory | None = None
+        """What only this worker has and another process of its rank needs; None if there is nothing."""
         self._left: tuple[Exchange, Memory] | None = None
         """The exchange of the former parameters, until all workers are known to go over to the next one."""
         # 3. What rounds leave for the next one.
@@ -287,6 +291,7 @@ class Binding:
                 self._place_weights(layout, resumes)
             layout.tables.are_placed()
             arena.mark_updated(None)
+            self._let_residuals_survive()
         if is_on_cpu:
             return_free_memory()  # the parameters had memory of their own before
         # 3. From now on there are rounds.
@@ -324,6 +329,25 @@ class Binding:
             takeover = exchange.takeover
             records = find_records(takeover)
         self.resumed = ResumedRounds(takeover.first, records, outcome)
+
+    def _let_residuals_survive(self) -> None:
+        """Store residuals of compression where another process finds them, or go on with what is there."""
+        survivors, resumed = self.survivors, self.resumed
+        if survivors is None or not isinstance(self.exchange, StoreExchange):
+            return
+        last = None if resumed is None else resumed.records.last
+        if resumed is None or last is None:
+            survivors.begin()
+            self.exchange.let_residuals_survive(survivors.sections[0], None)
+            return
+        counts = resumed.outcome is None or not resumed.outcome.skipped
+        is_own = last.own.get("memory") == survivors.id
+        if not is_own or not self.exchange.let_residuals_survive(survivors.sections[0], counts):
+            raise WorkerLostError(
+                f"the former process of this rank kept back a part of its gradients until round {resumed.round}, and "
+                f"{WORKER_MEMORY} does not have it: it was started on another host, or with other memory. Restart the "
+                "job from its last saved states"
+            )
 
     def check_growth(self, layout: Memory) -> bool:
         """Return whether parameters may be added, because the store can lay out its table again.
@@ -594,6 +618,8 @@ class Binding:
                 stack.callback(self.exchange.close)
             if self.holder is not None:
                 stack.callback(self.holder.sink.release)
+            if self.survivors is not None:
+                stack.callback(self.survivors.close)
 
     def worker(self) -> tuple[int, int]:
         self._open_store()

@@ -39,6 +39,7 @@ from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.host_reduce import HierarchicalReduce
+from kvtrainer.states.surviving_memory import Versions
 from kvtrainer.sync.staging import DeviceSink, SideStream, Staging
 from kvtrainer.sync.step_guard import StepGuard
 from kvtrainer.types import Arenas
@@ -538,8 +539,30 @@ class StoreExchange(Exchange):
         return {} if compressor is None else compressor.residuals()
 
     def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
-        if self._table.compressor is not None:
-            self._table.compressor.set_residuals(residuals)
+        compressor = self._table.compressor
+        if compressor is not None:
+            compressor.set_residuals(residuals)
+            if compressor.survivors is not None:
+                compressor.begin_to_store(compressor.survivors, self._table.round)
+
+    def let_residuals_survive(self, survivors: Versions, counts: bool | None) -> bool:
+        """Store residuals where they outlive this process, or go on with those that an earlier one has stored.
+
+        Args:
+            counts: Whether the last round of the earlier process has changed anything; None: there is no such process.
+
+        Returns whether those of the earlier process were found, if there was one.
+        """
+        compressor = self._table.compressor
+        if compressor is None:
+            return True
+        if counts is None:
+            compressor.begin_to_store(survivors, self._table.round)
+            return True
+        found = survivors.find(self._table.round, counts)
+        if found is not None:
+            compressor.go_on_with(survivors, found)
+        return found is not None
 
     def stats(self) -> list[dict[str, Any]]:
         return self._client.stats()

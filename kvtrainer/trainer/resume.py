@@ -11,11 +11,14 @@ that round, and its script repeats the step.
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
+from kvtrainer.common.env import WORKER_MEMORY, text_of
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES
 from kvtrainer.kvstore.dist import Collectives, DistKVStore, count_collectives, resume_collectives
+from kvtrainer.states.surviving_memory import SurvivingMemory
 from kvtrainer.sync.binding import ResumedRounds
 from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord, unpack_user_state
 from kvtrainer.trainer.groups import kept_entries, plain_number
@@ -50,6 +53,8 @@ def describe_state(pipeline: StepPipeline, kind: str, user: bytes) -> bytes:
         "behind": behind,
         "assigned": 0 if kind == STEP else pipeline.num_assigned + (kind == ASSIGNED),
     }
+    if pipeline.binding.survivors is not None:
+        own["memory"] = pipeline.binding.survivors.id
     if isinstance(store := pipeline.binding.store, DistKVStore):
         own["collectives"] = list(count_collectives(store))
     return ClientRecord(kind, holder.round, pipeline.num_steps + (kind == STEP), own, user).pack()
@@ -59,6 +64,9 @@ def resume(pipeline: StepPipeline) -> Resumption:
     """Open the store, or take this rank over; see `Trainer.resume`."""
     _check_resumable(pipeline)
     pipeline.ready()
+    binding = pipeline.binding
+    if binding.selection.codec is not None and binding.is_lossy(pipeline.memory.plan.arena_sizes):
+        binding.survivors = SurvivingMemory(text_of(os.environ, WORKER_MEMORY))
     pipeline.prepare(resumes=True)
     resumed = pipeline.binding.resumed
     if resumed is None:
@@ -94,6 +102,7 @@ def _check_resumable(pipeline: StepPipeline) -> None:
         )
     selection = binding.selection
     store = selection.kvstore
+    keeps_back = selection.codec is not None and binding.is_lossy(pipeline.memory.plan.arena_sizes)
     is_dist = isinstance(store, DistKVStore) or (
         isinstance(store, str) and store.lower() in (*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
     )
@@ -102,10 +111,17 @@ def _check_resumable(pipeline: StepPipeline) -> None:
             "resume() needs the optimizer on the servers, because its state in a worker ends with the process; build "
             "the Trainer with update_on_kvstore=True"
         )
-    if selection.codec is not None and binding.is_lossy(pipeline.memory.plan.arena_sizes):
+    if keeps_back and not text_of(os.environ, WORKER_MEMORY):
         raise ConfigurationError(
-            "resume() is not possible with compression_params that keep back a part of each gradient: what is kept "
-            "back ends with the process. Leave the type out; weights may be compressed on their way back ('pull')"
+            "resume() with compression_params that keep back a part of each gradient needs memory that outlives the "
+            f"process, which kvlaunch --restart and local_cluster(restart=…) give to workers of their host, and "
+            f"otherwise {WORKER_MEMORY} names: a file of a tmpfs for each worker. Or leave the type of compression "
+            "out; weights may be compressed on their way back ('pull')"
+        )
+    if binding.replicas is not None:
+        raise ConfigurationError(
+            "resume() is not possible with compression of replicas, which keep back a part of each gradient; leave the "
+            "type of compression_params out"
         )
     if selection.is_hierarchical:
         raise ConfigurationError("resume() is not possible with hierarchy=True; leave one of them out")

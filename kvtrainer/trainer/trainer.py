@@ -319,9 +319,11 @@ class Trainer(torch.optim.Optimizer):
         servers there is nothing to continue from, and the result is always that of a first start.
 
         Raises:
-            ConfigurationError: The store is open already, or compression, `hierarchy` or an optimizer in this process
-                keep state that ends with the process.
-            WorkerLostError: The last step has to be repeated, and its former weights are not kept; restart the job.
+            ConfigurationError: The store is open already; `hierarchy` or an optimizer in this process keep state that
+                ends with the process; or compression keeps back a part of gradients, and KVSTORE_WORKER_MEMORY names no
+                memory for it.
+            WorkerLostError: The last step has to be repeated, and its former weights are not kept; or what compression
+                kept back is not there any more. Restart the job.
             KVStoreError: The last round of the earlier process has failed.
         """
         found = resume(self._pipeline)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_server.descriptor_store import DescriptorStore
+from kvtrainer.jobs.worker_memories import WorkerMemories
 from tests.support.forks import Fork, fork_server, inherited
 from tests.support.limits import LIMIT
 from tests.support.processes import held_port
@@ -47,6 +48,7 @@ class Member:
         self.name = f"{role}{index}"
         self.arguments, self.env = arguments, env
         self.store = DescriptorStore() if role == "server" else None
+        self.memory = WorkerMemories(1 if role == "worker" else 0)
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process: Fork | None = None
         self.is_done = False
@@ -58,11 +60,13 @@ class Member:
 
     def start(self) -> None:
         environ, stored = {**self.env, "KVSTORE_RESTARTS": str(self.starts)}, list[int]()
+        environ |= self.memory.environment(0)
         if self.store is not None:
             environ, stored = self.store.environment(environ), self.store.descriptors
         null = os.open(os.devnull, os.O_RDWR)
         streams = [null, self.log.fileno(), self.log.fileno()]
-        self.process = fork_server().start(self.arguments, environ, ROOT, streams, stored=stored)
+        others = self.memory.descriptors(0)
+        self.process = fork_server().start(self.arguments, environ, ROOT, streams, others, stored=stored)
         os.close(null)
         self.starts += 1
 
@@ -102,6 +106,7 @@ class Member:
             process.wait()
         if self.store is not None:
             self.store.close()
+        self.memory.close()
         self.log.close()
 
 

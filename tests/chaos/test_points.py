@@ -69,6 +69,7 @@ PLACES = {
     "worker.round.next_write": Place(2, 2),
     "worker.round.written": Place(1, 1),
     "worker.round.end": Place(1, 1),
+    "worker.memory.written": Place(1, 1, "2bit"),
     "worker.rows.asked": Place(0, 1, "stored"),
     "worker.barrier.begin": Place(0, 0, "barrier"),
     "worker.barrier.end": Place(0, 0, "barrier"),
@@ -171,6 +172,23 @@ def test_a_process_that_dies_at_a_point_leaves_the_same_bits(
 ) -> None:
     case = PLACES[name].case
     run_case(case, entries_of(name, when, index_of(name)), way, tmp_path, undisturbed(case, ROUNDS), ROUNDS)
+
+
+SURVIVING = ["2bit", "topk"]
+"""Trainings in which workers have state of their own, which outlives them."""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "when"), [at for at in EVERY if at[0].startswith("worker.") and PLACES[at[0]].case == "momentum"]
+)
+@pytest.mark.parametrize("case", SURVIVING)
+def test_what_a_worker_has_alone_outlives_it(
+    case: str, name: str, when: str, way: str, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    entries = entries_of(name, when, index_of(name))
+    run_case(case, entries, way, tmp_path, undisturbed(case, ROUNDS), ROUNDS)
 
 
 def test_the_bits_of_an_undisturbed_job_do_not_depend_on_the_transport(

@@ -58,6 +58,12 @@ CASES = {
     "adagrad": Case("adagrad", {"learning_rate": 0.02}, table="sparse"),
     "clip": Case("sgd", MOMENTUM, {"clip_grad": {"max_norm": 0.5}}),
     "compressed": Case("adam", {"learning_rate": 0.002}, {"compression_params": {"pull": "bf16"}}),
+    "2bit": Case("sgd", MOMENTUM, {"compression_params": {"type": "2bit", "threshold": 0.01}}),
+    "topk": Case(
+        "adam",
+        {"learning_rate": 0.002},
+        {"compression_params": {"type": "topk", "ratio": 0.1}, "overlap": True},
+    ),
     "overlap": Case("sgd", MOMENTUM, {"overlap": True}),
     "stored": Case("adagrad", {"learning_rate": 0.02}, table="stored"),
     "barrier": Case("sgd", MOMENTUM, barriers=True),

@@ -90,7 +90,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
         name = f"{optimizer} {options}"
         if name not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            known[name] = run_job(training, folder, WORKERS, SERVERS, optimizer, options)
+            known[name] = run_job(training, folder, WORKERS, SERVERS, optimizer, options, restarts=1)
         return known[name]
 
     return run
@@ -127,10 +127,28 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "changes of weights": ("sgd", {"compression_params": {"pull": "ternary"}}),
     "gradients that are sent early": ("nag", {"overlap": True}),
     "copied weights": ("adam", {"zero_copy": False}),
+    "residuals of compression": ("sgd", {"compression_params": {"type": "2bit", "threshold": 1e-3}}),
+    "residuals that are sent early": (
+        "adam",
+        {"compression_params": {"type": "topk", "ratio": 0.2}, "overlap": True},
+    ),
+    "residuals, and a loss scale that skips steps": (
+        "sgd",
+        {
+            "compression_params": {"type": "int8"},
+            "amp": {"loss_scale": "dynamic", "init_scale": 2.0**120, "growth_interval": 2},
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize("what", OPTIONS)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(name, marks=pytest.mark.chaos) if "that" in name and "residuals" in name else name
+        for name in OPTIONS
+    ],
+)
 def test_what_options_keep_in_the_worker_goes_on_too(
     what: str, tmp_path: Path, undisturbed: Callable[..., Job]
 ) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from kvtrainer.errors import KVStoreError
+from kvtrainer.jobs.worker_memories import WorkerMemories
 from tests.support.forks import Fork, fork_server, inherited
 from tests.support.limits import JOB_LIMIT, LIMIT
 
@@ -163,6 +164,7 @@ class _Members:
         self._is_supervised = environ.get("KVSTORE_DURABILITY") == "process"
         self._output = self.log.open("ab")
         self._input = open(os.devnull, "rb")  # noqa: SIM115
+        self._memories = WorkerMemories(0)
         self._servers: list[Fork] = []
         self._workers: list[Fork] = []
 
@@ -174,8 +176,9 @@ class _Members:
         environ = {"KVSTORE_NUM_WORKERS": str(workers)}
         if servers:
             environ["KVSTORE_SERVERS"] = ",".join(self._start_servers(servers))
+        self._memories = WorkerMemories(workers if restarts else 0)
         for rank in range(workers):
-            self._workers.append(self._start(command, {**environ, "KVSTORE_RANK": str(rank)}))
+            self._workers.append(self._start_worker(command, rank, environ))
         code = self._with_restarts(command, environ, restarts, deadline)
         if code == 0:
             for server in self._servers:
@@ -198,8 +201,8 @@ class _Members:
             if started[rank] == restarts:
                 break
             started[rank] += 1
-            place = {"KVSTORE_RANK": str(rank), "KVSTORE_RESTARTS": str(started[rank])}
-            self._workers[rank] = self._start(command, {**environ, **place})
+            again = {**environ, "KVSTORE_RESTARTS": str(started[rank])}
+            self._workers[rank] = self._start_worker(command, rank, again)
         return code
 
     def close(self) -> None:
@@ -208,6 +211,11 @@ class _Members:
             process.wait()
         self._output.close()
         self._input.close()
+        self._memories.close()
+
+    def _start_worker(self, command: Sequence[str], rank: int, environ: Mapping[str, str]) -> Fork:
+        place = {"KVSTORE_RANK": str(rank), **self._memories.environment(rank)}
+        return self._start(command, {**environ, **place}, self._memories.descriptors(rank))
 
     def _start_servers(self, count: int) -> list[str]:
         """Start servers; returns their addresses once they listen."""

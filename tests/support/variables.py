@@ -30,6 +30,11 @@ WORKER = {
     "KVSTORE_NUM_WORKERS": ("", "number of workers"),
     "KVSTORE_LOCAL_RANK": ("", "number of this worker on its host; chooses the CUDA device; default: the launcher's"),
     "KVSTORE_ATTEMPT": ("", "how often the job was restarted; each attempt has its own tables on the servers"),
+    "KVSTORE_WORKER_MEMORY": (
+        "",
+        "path of a file in memory that outlives this worker's processes, for what compression keeps back; "
+        "`kvlaunch --restart` sets it",
+    ),
     "KVSTORE_RESTARTS": ("0", "how often this process alone was started again; its launcher or supervisor sets it"),
     "KVSTORE_SERVERS": ("", "`tcp://HOST:PORT` of all servers, separated by commas, or `@FILE` with one per line"),
     "KVSTORE_TIMEOUT": ("", "longest wait for a round, a pull or a barrier, in seconds"),
