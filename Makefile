@@ -146,7 +146,7 @@ docs: $(DOCS)/.ready
 bench: $(READY)
 	-benchmarks/mxnet_env.sh .venv-mxnet
 	-benchmarks/mpi_env.sh .venv-mpi $(VENV)
-	for name in dense_sync transport scaling key_scaling latency watching trainer_step sparse merging ctr end_to_end straggler compression; do \
+	for name in dense_sync transport scaling key_scaling latency watching recovery trainer_step sparse merging ctr end_to_end straggler compression; do \
 		$(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name || exit 1; \
 	done
 	-$(BIN)/python benchmarks/bandwidth.py --out benchmarks/results/bandwidth

@@ -22,6 +22,7 @@ QUESTIONS = (
     "key_scaling",
     "latency",
     "merging",
+    "recovery",
     "scaling",
     "sparse",
     "straggler",
