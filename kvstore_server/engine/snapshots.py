@@ -180,6 +180,7 @@ class Snapshots:
 
     def of_job(self, job: str) -> list[Snapshot]:
         """Return the snapshots of a job from which it can go on by itself, the latest last."""
+        self.settle()
         return kept_of([one for one in self._known if one.name.job == job], KEPT + 1)
 
     def find(self, job: str, round_: int) -> Snapshot:
