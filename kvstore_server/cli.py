@@ -42,13 +42,6 @@ _log = logging.getLogger("kvstore_server")
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
 _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose"),
     ("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0"),
@@ -83,9 +76,8 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--state-dir", "KVSTORE_STATE_DIR", "", str,
      "directory for snapshots, from which a job goes on when a host and the memory of its servers are lost; each "
      "server uses a directory server-INDEX in it"),
-    ("--snapshot-every", "KVSTORE_SNAPSHOT_EVERY", 0, _count,
-     "with --state-dir: take a snapshot after this many rounds of a job whose workers call Trainer.resume; 0: only "
-     "when a script calls kv.save"),
+    ("--snapshot-every", "KVSTORE_SNAPSHOT_EVERY", 50, int,
+     "with --state-dir: take a snapshot after this many rounds of a job whose workers call Trainer.resume"),
     ("--log", "KVSTORE_LOG", "warning", str, 
      "debug (a line for each message and each transition of a round), info, warning or error; to standard error"),
 )  # fmt: skip
@@ -260,8 +252,6 @@ def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
         parser.error(f"--max-message-keys must be at least {least}, got {flags.max_message_keys}")
     if flags.durability not in (OFF, PROCESS):
         parser.error(f"--durability must be {OFF} or {PROCESS}, got {flags.durability!r}")
-    if flags.snapshot_every and not flags.state_dir:
-        parser.error("--snapshot-every needs --state-dir, where snapshots are written")
     if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
     address = _ADDRESS.fullmatch(flags.bind)

@@ -99,7 +99,7 @@ class ServerOptions:
         durability: "process": the state outlives the process if a supervisor keeps its memory; "off": it ends with it.
         restart_timeout: Seconds that workers wait for a restart of a server whose state outlives its process.
         state_dir: The directory of snapshots; empty: there are none.
-        snapshot_every: A snapshot is taken after this many rounds; 0: only when a script asks for one.
+        snapshot_every: A snapshot is taken after this many rounds.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -109,7 +109,7 @@ class ServerOptions:
     durability: str = OFF
     restart_timeout: float = 60.0
     state_dir: str = ""
-    snapshot_every: int = 0
+    snapshot_every: int = 50
 
 
 class Service(Protocol):

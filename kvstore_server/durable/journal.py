@@ -268,12 +268,18 @@ def unpack_rows(data: bytes) -> ProtectedRows:
     return number, begin, width, ids
 
 
-def undo_ranges(memory: DurableMemory, data: bytes) -> list[tuple[int, int, int]]:
+def undo_ranges(
+    memory: DurableMemory, data: bytes, without: Collection[int] = ()
+) -> list[tuple[int, int, int]]:
     """Copy back what `protect` has recorded, or what was `held`; return (region, begin, end) of it.
+
+    Args:
+        without: Regions that do not exist any more.
 
     Raises RecoveryError for unknown memory.
     """
-    for number, begin, end in _RANGE.iter_unpack(data):
+    ranges = [one for one in _RANGE.iter_unpack(data) if one[0] not in without]
+    for number, begin, end in ranges:
         region, shadow = _with_shadow(memory, number)
         if not 0 <= begin <= end <= region.nbytes:
             raise RecoveryError(
@@ -281,12 +287,16 @@ def undo_ranges(memory: DurableMemory, data: bytes) -> list[tuple[int, int, int]
             )
         np.copyto(region.bytes[begin:end], shadow.bytes[begin:end])
         failpoint("server.recovery.undone")
-    return list(_RANGE.iter_unpack(data))
+    return ranges
 
 
-def undo_rows(memory: DurableMemory, data: bytes) -> list[tuple[int, int, int]]:
+def undo_rows(
+    memory: DurableMemory, data: bytes, without: Collection[int] = ()
+) -> list[tuple[int, int, int]]:
     """Like `undo_ranges`, for what `protect_rows` has recorded."""
     number, begin, width, ids = unpack_rows(data)
+    if number in without:
+        return []
     region, shadow = _with_shadow(memory, number)
     if begin + (int(ids.max()) + 1) * width > region.nbytes:
         raise RecoveryError(f"the log names rows beyond the {region.nbytes} bytes of memory {number}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore_server.durable.fd_store import PREFIX, FdStore, StoredDescriptor
@@ -103,6 +103,8 @@ class Stored:
     last: int
     """The highest number that a region ever had."""
     regions: list[Region]
+    gone: Collection[int]
+    """The numbers of regions of namespaces that do not exist."""
     spaces: dict[int, list[Image]]
     """Number of each namespace → its images, in order."""
     last_space: int
@@ -166,9 +168,11 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
     # 2. The memory of what still exists.
     fds = {int(one.name.removeprefix(REGION)): one.fd for one in kept if one.name.startswith(REGION)}
     regions = []
+    gone = set[int]()
     for number, (nbytes, key) in known.items():
         if int(key.partition(".")[0]) not in images:
-            continue  # of a namespace that has ended, or that no image names yet
+            gone.add(number)  # of a namespace that has ended, or that no image names yet
+            continue
         if number not in fds:
             raise RecoveryError(f"memory {number} of this server ({key}) is not among what was kept")
         if os.fstat(fds[number]).st_size != nbytes:
@@ -177,7 +181,7 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
         regions.append(Region(number, key, os.dup(fds[number])))
     last = max([last, *known, *fds])
     return Stored(
-        head, generation, last, regions, images, last_space, finished, change, undo, rows_before, kept
+        head, generation, last, regions, gone, images, last_space, finished, change, undo, rows_before, kept
     )
 
 
@@ -364,7 +368,7 @@ class Durability:
         assert self._stored is not None
         for record in self._stored.undo:
             undo = undo_rows if record.kind == _ROWS else undo_ranges
-            self._undone += undo(self.memory, record.data)
+            self._undone += undo(self.memory, record.data, self._stored.gone)
 
     @property
     def finished(self) -> list[str]:

@@ -46,7 +46,7 @@ class Snapshots:
 
     Args:
         folder: Where they are.
-        every: A cut is taken after each `every` rounds; 0: only when a script asks for one.
+        every: A cut is taken after each `every` rounds.
         identity: What the facts of each snapshot say about the server, beside the job.
         budget: Memory for the copy is claimed here.
         run: Starts a function, and returns at once.
@@ -151,7 +151,7 @@ class Snapshots:
             self._say(
                 job,
                 f"has no snapshot near round {number}, because its keys have not ended as many rounds at the same "
-                "time; kv.save(tag) takes one",
+                "time",
             )
 
     def _say(self, job: str, text: str) -> None:
@@ -248,7 +248,7 @@ def _why_useless(spaces: Sequence[Namespace]) -> str | None:
     for space in spaces:
         members, tables = space.membership, space.tables
         if not space.mode.is_sync:
-            return f"{space.name!r} is asynchronous, so a round is not a state of all ranks; use kv.save(tag)"
+            return f"{space.name!r} is asynchronous, so a round is not a state of all ranks"
         if len(members.resumable) < members.num_workers:
             return "not all of its workers have called Trainer.resume(), so they could not go on from them"
         if any(table.deltas is not None for table in tables):

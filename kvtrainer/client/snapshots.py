@@ -28,7 +28,7 @@ class ServerOffer(NamedTuple):
         cuts: What the server can go back to.
         generation: How often it has gone back.
         restored: To which round the last time; 0 if it has not.
-        every: After how many rounds it takes a snapshot; 0: only when a script asks for one.
+        every: After how many rounds it takes a snapshot; 0: never.
     """
 
     round: int

@@ -38,8 +38,6 @@ from kvtrainer.jobs.job import (
 )
 from kvtrainer.jobs.processes import inherited_environment, server_command
 
-SNAPSHOT_ROUNDS = 50
-"""After how many rounds servers take a snapshot unless something else is said."""
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
 
@@ -210,8 +208,6 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
         parser.error("no command for the workers; it comes last, as in: kvlaunch -n 2 -s 1 python train.py")
     if command[0].endswith(".py") and options.hostfile is None and shutil.which(command[0]) is None:
         parser.error(f"{command[0]} is no program that can be started; say: python {command[0]}")
-    if options.state_dir and options.snapshot_every is None:
-        options.snapshot_every = SNAPSHOT_ROUNDS
     if options.snapshot_every and not options.state_dir:
         parser.error("--snapshot-every needs --state-dir, where snapshots are written")
     if options.dashboard is not None and not options.servers:

@@ -84,7 +84,7 @@ FEW = (
     "delay compensation",
 )
 """Cases that differ in how their state is stored."""
-SERVER_POINTS = sorted(name for name in POINTS if name.startswith("server."))
+SERVER_POINTS = sorted(n for n in POINTS if n.startswith("server.") and not n.startswith("server.snapshot."))
 
 
 @functools.cache
