@@ -243,9 +243,7 @@ def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
     for flag, _, _, kind, _ in _VALUES:
         value = getattr(flags, flag.strip("-").replace("-", "_"))
-        if (
-            kind not in (str, _count) and flag != "--index" and not value > 0
-        ):  # unlike `<= 0` this also rejects NaN
+        if kind is not str and flag != "--index" and not value > 0:  # unlike `<= 0` this also rejects NaN
             parser.error(f"{flag} must be above 0, got {value}")
     if flags.max_message_keys < KEYS_PER_MESSAGE:
         least = f"the {KEYS_PER_MESSAGE} that workers send"
