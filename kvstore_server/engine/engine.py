@@ -1206,7 +1206,7 @@ class Engine:
         # 1. Read it completely, so that nothing is given up for one that is damaged.
         stored: list[StoredSpace] = []
         failpoint("server.snapshot.load")
-        if body.round:
+        if body.round and body.has_tables:
             snapshot = self.snapshots.find(job_of(job), body.round)
             try:
                 stored = read_spaces(snapshot)

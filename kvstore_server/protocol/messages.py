@@ -200,6 +200,8 @@ class Snapshot:
     """To go back to; 0: to the beginning."""
     generation: int = 0
     """How often the server had gone back, as it said; if it is another one now, nothing is changed."""
+    has_tables: bool = True
+    """Whether the server has a part of the job's tables, and so of the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

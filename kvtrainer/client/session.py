@@ -52,7 +52,7 @@ from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payl
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.channel import Channel
 from kvtrainer.client.absences import SETTLE_TIME, Absences
-from kvtrainer.client.snapshots import choose_round, read_offer
+from kvtrainer.client.snapshots import choose_cut, read_offer
 
 _log = logging.getLogger(__name__)
 
@@ -377,8 +377,8 @@ class Session:
         found = self.call_all([(server, m.Snapshot("list")) for server in servers], timeout)
         offers = [read_offer(one.values) for one in found if isinstance(one, m.Status)]
         self.restored_round = max(one.restored for one in offers)
-        round_ = choose_round(offers)
-        if round_ is None:
+        cut = choose_cut(offers)
+        if cut is None:
             return
         if "/" in self.options.namespace:
             raise ServerLostState(
@@ -386,9 +386,10 @@ class Session:
             )
         for server, offer in zip(servers, offers, strict=True):
             # Reading it takes long, and is done before the answer.
-            self.call(server, m.Snapshot("restore", round_, offer.generation), timeout + self.options.timeout)
+            body = m.Snapshot("restore", cut.round, offer.generation, server in cut.holders)
+            self.call(server, body, timeout + self.options.timeout)
             failpoint("worker.connect.next_return")
-        self.restored_round = round_
+        self.restored_round = cut.round
 
     def describe(self, server: int) -> str:
         return self.transport.describe(server)

@@ -2,7 +2,7 @@
 
 Every process of a worker asks the servers when it connects. If one of them has lost what it held of the job, all of
 them go back to the latest snapshot that all have, those that have lost nothing, too. The rule is a function of what
-the servers say (`choose_round`), so several workers that come at the same time decide alike.
+the servers say (`choose_cut`), so several workers that come at the same time decide alike.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def read_offer(values: Mapping[str, Any]) -> ServerOffer:
         raise ProtocolError(f"a server says of its snapshots {values!r:.200}: {error!r}") from None
 
 
-def choose_round(offers: Sequence[ServerOffer]) -> int | None:
-    """Return the round to which a job goes back, 0 for its beginning; None if no server has lost anything.
+def choose_cut(offers: Sequence[ServerOffer]) -> StoredCut | None:
+    """Return to what a job goes back, with round 0 for its beginning; None if no server has lost anything.
 
     Raises:
         ServerLostState: A server has lost what it held, and no snapshot is on all servers.
@@ -66,12 +66,10 @@ def choose_round(offers: Sequence[ServerOffer]) -> int | None:
     # 2. The latest one that all have.
     at_server = [{cut.round for cut in one.cuts} for one in offers]
     common = [
-        cut.round
-        for cut in cuts
-        if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
+        cut for cut in cuts if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
     ]
     if common:
-        return max(common)
+        return max(common, key=lambda cut: cut.round)
     # 3. Before the first one, the job begins again. What is later than that is not given up without being asked.
     least = min(one.every for one in offers)
     latest = max([cut.round for cut in cuts] + [one.round - least for one in live], default=0)
@@ -81,4 +79,4 @@ def choose_round(offers: Sequence[ServerOffer]) -> int | None:
             f"its servers: they have those of rounds {[sorted(one) for one in at_server]}. Start the job with an empty "
             "--state-dir, from its last saved states"
         )
-    return 0
+    return StoredCut(0, frozenset())

@@ -98,6 +98,15 @@ def test_servers_go_back_to_the_latest_snapshot_that_all_have(servers: Make, tmp
     assert there.rounds(1) == [4, 8]  # what is later belongs to a run that was given up
 
 
+def test_a_server_without_tables_of_the_job_goes_back_with_the_others(tmp_path: Path, servers: Make) -> None:
+    there = servers()
+    small = plan_of({"k": (4,)})
+    SnapshotJob(there, small, adam()).train(6)
+    assert sorted([there.rounds(0), there.rounds(1)]) == [[], [4]]
+    there.lose()
+    assert SnapshotJob(there, small, adam()).round == 4
+
+
 def test_the_latest_three_are_kept(servers: Make) -> None:
     there = servers(1, 2)
     SnapshotJob(there, DENSE, adam()).train(11)
