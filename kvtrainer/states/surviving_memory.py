@@ -148,7 +148,8 @@ class Versions:
         """Store what will hold after a round, beside what holds before it. Raises OSError without memory."""
         present, next_ = self._slots[self._present], self._slots[1 - self._present]
         next_[_MARK] = _NONE
-        present[_MARK] = round_  # rounds since the last `write` have changed nothing
+        if present[_MARK] != _NONE:
+            present[_MARK] = round_  # rounds since the last `write` have changed nothing
         self._store(next_, round_ + 1, tensors, extra)
 
     def accept(self) -> None:

@@ -47,7 +47,7 @@ from kvtrainer.options.stages import GradientLimits
 from kvtrainer.ranks.host_reduce import HierarchicalReduce, open_host_sum
 from kvtrainer.ranks.process_group import Buckets, RankGroup, current_group
 from kvtrainer.states.surviving_memory import SurvivingMemory
-from kvtrainer.sync.client_state import JOINED, Records, find_records
+from kvtrainer.sync.client_state import ASSIGNED, JOINED, Records, find_records
 from kvtrainer.sync.eager_push import Overlap
 from kvtrainer.sync.exchange import (
     TABLE,
@@ -206,8 +206,8 @@ class Binding:
 
     @property
     def is_dist(self) -> bool:
-        """Whether servers in processes of their own have the weights; False before `start`."""
-        return self.holder is not None and self.holder.is_dist and self.updates_weights
+        """Whether the store is on servers in processes of their own; False before `start`."""
+        return self.holder is not None and self.holder.is_dist
 
     def set_buckets(self, buckets: dict[str, Any]) -> None:
         self._buckets = buckets
@@ -321,7 +321,13 @@ class Binding:
         assert isinstance(exchange, StoreExchange)
         records = find_records(takeover)
         joined = records.last is not None and records.last[:2] == (JOINED, takeover.first)
-        outcome = exchange.resume(weights, resumes.guard if exchange.is_sync else None, joined)
+        target, guard = weights, resumes.guard if exchange.is_sync else None
+        if not exchange.updates_weights:
+            guard = None
+            # The first values and assigned ones are weights, other rounds leave sums.
+            is_sum = takeover.first > 0 and (records.last is None or records.last.kind != ASSIGNED)
+            target = layout.arena.grads if is_sum else weights
+        outcome = exchange.resume(target, guard, joined)
         if exchange.takeover is None:
             exchange.init(weights, layout.tables.first())
             return
@@ -344,9 +350,9 @@ class Binding:
         is_own = last.own.get("memory") == survivors.id
         if not is_own or not self.exchange.let_residuals_survive(survivors.sections[0], counts):
             raise WorkerLostError(
-                f"the former process of this rank kept back a part of its gradients until round {resumed.round}, and "
-                f"{WORKER_MEMORY} does not have it: it was started on another host, or with other memory. Restart the "
-                "job from its last saved states"
+                f"{WORKER_MEMORY} does not have what the former process of this rank alone had in round "
+                f"{resumed.round}: it was started on another host, or with other memory. Restart the job from its last "
+                "saved states"
             )
 
     def check_growth(self, layout: Memory) -> bool:

@@ -277,7 +277,8 @@ class StoreExchange(Exchange):
     ) -> RoundResult | None:
         """Take the place of an earlier process of this rank, instead of `init`; blocks.
 
-        Returns how its last round ended, after waiting for that: its weights are in `weights`. None if that changed
+        Returns how its last round ended, after waiting for that: its weights, or the sum if workers update, are in
+        `weights`. None if that changed
         nothing because all workers had joined, or if this process has to repeat a round, because not all servers have
         its commit; `weights` are then those before it. In asynchronous modes they are the present ones. There is no
         `takeover` any more if that round is the first one, so `init` has to follow.

@@ -12,16 +12,19 @@ that round, and its script repeats the step.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvtrainer.common.env import WORKER_MEMORY, text_of
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES
 from kvtrainer.kvstore.dist import Collectives, DistKVStore, count_collectives, resume_collectives
+from kvtrainer.states.format import SavedStates
 from kvtrainer.states.surviving_memory import SurvivingMemory
 from kvtrainer.sync.binding import ResumedRounds
 from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord, unpack_user_state
 from kvtrainer.trainer.groups import kept_entries, plain_number
+from kvtrainer.trainer.own_update import repeat_update, store_update
 from kvtrainer.trainer.saving import adopt_parts, export_parts
 from kvtrainer.trainer.step import StepPipeline
 
@@ -42,6 +45,8 @@ def describe_state(pipeline: StepPipeline, kind: str, user: bytes) -> bytes:
     """
     holder, optimizer = pipeline.binding.holder, pipeline.groups.optimizer
     assert holder is not None
+    if not pipeline.binding.updates_weights:
+        store_update(pipeline)
     num_update, behind = pipeline.groups.counts.export()
     own = {
         "parts": export_parts(pipeline),
@@ -60,13 +65,12 @@ def describe_state(pipeline: StepPipeline, kind: str, user: bytes) -> bytes:
     return ClientRecord(kind, holder.round, pipeline.num_steps + (kind == STEP), own, user).pack()
 
 
-def resume(pipeline: StepPipeline) -> Resumption:
-    """Open the store, or take this rank over; see `Trainer.resume`."""
-    _check_resumable(pipeline)
+def resume(pipeline: StepPipeline, adopt: Callable[[SavedStates], None]) -> Resumption:
+    """Open the store, or take this rank over; see `Trainer.resume`. `adopt` is its `adopt_saved_states`."""
+    needs_memory = _check_resumable(pipeline)
     pipeline.ready()
-    binding = pipeline.binding
-    if binding.selection.codec is not None and binding.is_lossy(pipeline.memory.plan.arena_sizes):
-        binding.survivors = SurvivingMemory(text_of(os.environ, WORKER_MEMORY))
+    if needs_memory:
+        pipeline.binding.survivors = SurvivingMemory(text_of(os.environ, WORKER_MEMORY))
     pipeline.prepare(resumes=True)
     resumed = pipeline.binding.resumed
     if resumed is None:
@@ -75,13 +79,16 @@ def resume(pipeline: StepPipeline) -> Resumption:
     # 1. What the rank was before its last round; before the round to be repeated, if there is one.
     last = records.last
     before = records.repeated or last
-    if before is not None:
+    updates_here = not pipeline.binding.updates_weights
+    if updates_here and last is not None:
+        repeat_update(pipeline, resumed, adopt)
+    elif before is not None:
         _adopt(pipeline, before)
     if last is not None and isinstance(store := pipeline.binding.store, DistKVStore):
         # The script repeats the barriers that stand before the step to be repeated.
         resume_collectives(store, Collectives(*last.own["collectives"]))
     # 2. What that round did to counts, loss scale and schedules.
-    if records.repeated is None and last is not None and last.kind != ASSIGNED:
+    if records.repeated is None and last is not None and last.kind != ASSIGNED and not updates_here:
         _conclude(pipeline, last, resumed)
     if last is None:
         return Resumption(0, None)
@@ -91,7 +98,8 @@ def resume(pipeline: StepPipeline) -> Resumption:
     return Resumption(last.steps, unpack_user_state(last.user))
 
 
-def _check_resumable(pipeline: StepPipeline) -> None:
+def _check_resumable(pipeline: StepPipeline) -> bool:
+    """Return whether the worker has something that must outlive it. Raises ConfigurationError."""
     pipeline.refuse_in_join("resume()")
     binding = pipeline.binding
     binding.check_open()
@@ -106,17 +114,27 @@ def _check_resumable(pipeline: StepPipeline) -> None:
     is_dist = isinstance(store, DistKVStore) or (
         isinstance(store, str) and store.lower() in (*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
     )
-    if is_dist and not binding.updates_weights:
+    updates_here = is_dist and not binding.updates_weights
+    if updates_here and keeps_back:
         raise ConfigurationError(
-            "resume() needs the optimizer on the servers, because its state in a worker ends with the process; build "
-            "the Trainer with update_on_kvstore=True"
+            "resume() is not possible with update_on_kvstore=False and compression that keeps back a part of each "
+            "gradient; leave one of them out"
         )
-    if keeps_back and not text_of(os.environ, WORKER_MEMORY):
+    if updates_here and pipeline.states.joint is not None:
         raise ConfigurationError(
-            "resume() with compression_params that keep back a part of each gradient needs memory that outlives the "
-            f"process, which kvlaunch --restart and local_cluster(restart=…) give to workers of their host, and "
-            f"otherwise {WORKER_MEMORY} names: a file of a tmpfs for each worker. Or leave the type of compression "
-            "out; weights may be compressed on their way back ('pull')"
+            f"resume() is not possible with update_on_kvstore=False and {pipeline.groups.optimizer.registered_name}, "
+            "which updates all parameters together; leave one of them out"
+        )
+    if (keeps_back or updates_here) and not text_of(os.environ, WORKER_MEMORY):
+        why = (
+            "update_on_kvstore=False"
+            if updates_here
+            else "compression that keeps back a part of each gradient"
+        )
+        raise ConfigurationError(
+            f"resume() with {why} needs memory that outlives the process: kvlaunch --restart and "
+            f"local_cluster(restart=…) give it to workers of their host, and otherwise {WORKER_MEMORY} names a file of "
+            "a tmpfs for each worker. Or leave that option out"
         )
     if binding.replicas is not None:
         raise ConfigurationError(
@@ -125,6 +143,7 @@ def _check_resumable(pipeline: StepPipeline) -> None:
         )
     if selection.is_hierarchical:
         raise ConfigurationError("resume() is not possible with hierarchy=True; leave one of them out")
+    return keeps_back or updates_here
 
 
 def _adopt(pipeline: StepPipeline, record: ClientRecord) -> None:

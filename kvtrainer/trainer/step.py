@@ -384,7 +384,16 @@ class StepPipeline:
                 f"{method} is not possible while the optimizer runs in the kvstore; build the Trainer with "
                 "update_on_kvstore=False"
             )
+        self.refuse_resumable(method)
         self.binding.check_open()
+
+    def refuse_resumable(self, method: str) -> None:
+        """Raise ConfigurationError if another process may continue this one, but could not repeat this method."""
+        if self.describe_state is not None and not self.binding.updates_weights:
+            raise ConfigurationError(
+                f"{method} is not possible after resume() with update_on_kvstore=False: another process could not "
+                "repeat it; use step()"
+            )
 
     def _is_waiting(self) -> bool:
         """Return whether an update needs more backward passes; `last` then says that nothing was updated."""

@@ -319,14 +319,14 @@ class Trainer(torch.optim.Optimizer):
         servers there is nothing to continue from, and the result is always that of a first start.
 
         Raises:
-            ConfigurationError: The store is open already; `hierarchy` or an optimizer in this process keep state that
-                ends with the process; or compression keeps back a part of gradients, and KVSTORE_WORKER_MEMORY names no
-                memory for it.
-            WorkerLostError: The last step has to be repeated, and its former weights are not kept; or what compression
-                kept back is not there any more. Restart the job.
+            ConfigurationError: The store is open already; `hierarchy`, or one of the options that the page on recovery
+                names, keeps state that ends with the process; or compression or an update in this process needs
+                KVSTORE_WORKER_MEMORY, which names no memory.
+            WorkerLostError: The last step has to be repeated, and its former weights are not kept; or what this worker
+                alone had is not there any more. Restart the job.
             KVStoreError: The last round of the earlier process has failed.
         """
-        found = resume(self._pipeline)
+        found = resume(self._pipeline, self.adopt_saved_states)
         if self._pipeline.binding.is_dist:
             self._pipeline.describe_state = self._describe_state
         return found

@@ -178,7 +178,7 @@ def test_a_process_that_dies_at_a_point_leaves_the_same_bits(
     run_case(case, entries_of(name, when, index_of(name)), way, tmp_path, undisturbed(case, ROUNDS), ROUNDS)
 
 
-SURVIVING = ["2bit", "topk"]
+SURVIVING = ["2bit", "topk", "worker_update"]
 """Trainings in which workers have state of their own, which outlives them."""
 
 

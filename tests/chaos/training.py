@@ -64,6 +64,7 @@ CASES = {
         {"learning_rate": 0.002},
         {"compression_params": {"type": "topk", "ratio": 0.1}, "overlap": True},
     ),
+    "worker_update": Case("adam", {"learning_rate": 0.002}, {"update_on_kvstore": False}),
     "overlap": Case("sgd", MOMENTUM, {"overlap": True}),
     "stored": Case("adagrad", {"learning_rate": 0.02}, table="stored"),
     "barrier": Case("sgd", MOMENTUM, barriers=True),

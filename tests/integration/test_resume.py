@@ -127,6 +127,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "changes of weights": ("sgd", {"compression_params": {"pull": "ternary"}}),
     "gradients that are sent early": ("nag", {"overlap": True}),
     "copied weights": ("adam", {"zero_copy": False}),
+    "an update in the worker, clipped and with schedules": (
+        "adam",
+        {
+            "update_on_kvstore": False,
+            "clip_grad": {"max_norm": 0.05},
+            "schedules": [{"policy": "step", "step": [2, 4, 6], "by_epoch": False}],
+        },
+    ),
     "residuals of compression": ("sgd", {"compression_params": {"type": "2bit", "threshold": 1e-3}}),
     "residuals that are sent early": (
         "adam",
@@ -217,6 +225,53 @@ def refusals(rank: int, workers: int) -> Results:
 def test_what_would_end_with_the_process_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
     [told] = run_job(refusals, tmp_path, 1, 1).results
     assert told == dict.fromkeys(["2bit", "hierarchy", "here", "open"], "ConfigurationError")
+
+
+def refusals_with_memory(rank: int, workers: int) -> Results:
+    def trainer(optimizer: Any = "sgd", **options: Any) -> kvtrainer.Trainer:
+        own = {"update_on_kvstore": False, **options}
+        return kvtrainer.Trainer(model().named_parameters(), optimizer, kvstore="dist_sync", **own)
+
+    told = {}
+    with trainer(compression_params={"type": "2bit", "threshold": 0.5}) as one:
+        told["both"] = error_of(one.resume).partition(":")[0]
+    with trainer("torch:LBFGS") as one:
+        told["all together"] = error_of(one.resume).partition(":")[0]
+    with trainer() as one, trainer() as other:
+        one.resume()
+        told["the second Trainer"] = error_of(other.resume).partition(":")[0]
+        told["halves"] = error_of(one.allreduce_grads).partition(":")[0]
+        told["join"] = error_of(lambda: one.join().__enter__()).partition(":")[0]
+    with trainer() as one:
+        told["the next one"] = error_of(one.resume)
+    return told
+
+
+def test_what_could_not_be_repeated_is_refused_although_there_is_memory_for_it(tmp_path: Path) -> None:
+    environ = {"KVSTORE_WORKER_MEMORY": str(tmp_path / "memory")}
+    [told] = run_job(refusals_with_memory, tmp_path, 1, 1, environ=environ).results
+    assert told.pop("the next one") == "nothing"
+    assert set(told.values()) == {"ConfigurationError"}
+    assert len(told) == 5
+
+
+def lost_memory(rank: int, workers: int) -> Results:
+    """As `training`, but each process has memory of its own, as on another host."""
+    os.environ["KVSTORE_WORKER_MEMORY"] += f".{os.environ.get(RESTARTS, '0')}"
+    told = error_of(lambda: training(rank, workers, "sgd", {"update_on_kvstore": False}, 4))
+    return {"told": told.partition(":")[0]}
+
+
+def test_a_successor_on_another_host_is_told_that_what_it_needs_is_not_there(tmp_path: Path) -> None:
+    fired = tmp_path / "fired"
+    fired.mkdir()
+    environ = {
+        FAILPOINT: "worker.round.committed@0:3",
+        FAILPOINT_DIR: str(fired),
+        "KVSTORE_WORKER_MEMORY": str(tmp_path / "memory"),
+    }
+    [told] = run_job(lost_memory, tmp_path, 1, 1, restarts=1, environ=environ).results
+    assert told == {"told": "WorkerLostError"}
 
 
 @pytest.mark.parametrize("kvstore", [None, "local", "device"])

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvtrainer.common.env import WORKER_MEMORY
 from kvtrainer.errors import KVStoreError
 from kvtrainer.jobs.worker_memories import WorkerMemories
 from tests.support.forks import Fork, fork_server, inherited
@@ -176,7 +177,8 @@ class _Members:
         environ = {"KVSTORE_NUM_WORKERS": str(workers)}
         if servers:
             environ["KVSTORE_SERVERS"] = ",".join(self._start_servers(servers))
-        self._memories = WorkerMemories(workers if restarts else 0)
+        has_memory = restarts and WORKER_MEMORY not in self._environ
+        self._memories = WorkerMemories(workers if has_memory else 0)
         for rank in range(workers):
             self._workers.append(self._start_worker(command, rank, environ))
         code = self._with_restarts(command, environ, restarts, deadline)

@@ -32,7 +32,7 @@ WORKER = {
     "KVSTORE_ATTEMPT": ("", "how often the job was restarted; each attempt has its own tables on the servers"),
     "KVSTORE_WORKER_MEMORY": (
         "",
-        "path of a file in memory that outlives this worker's processes, for what compression keeps back; "
+        "path of a file in memory that outlives this worker's processes, for what only this worker has; "
         "`kvlaunch --restart` sets it",
     ),
     "KVSTORE_RESTARTS": ("0", "how often this process alone was started again; its launcher or supervisor sets it"),
