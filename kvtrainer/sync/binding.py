@@ -47,7 +47,7 @@ from kvtrainer.options.stages import GradientLimits
 from kvtrainer.ranks.host_reduce import HierarchicalReduce, open_host_sum
 from kvtrainer.ranks.process_group import Buckets, RankGroup, current_group
 from kvtrainer.states.surviving_memory import SurvivingMemory
-from kvtrainer.sync.client_state import ASSIGNED, JOINED, Records, find_records
+from kvtrainer.sync.client_state import ASSIGNED, JOINED, LAST, ClientRecord, Records, find_records
 from kvtrainer.sync.eager_push import Overlap
 from kvtrainer.sync.exchange import (
     TABLE,
@@ -183,6 +183,8 @@ class Binding:
         """Residuals that were loaded before the store was made."""
         self.resumed: ResumedRounds | None = None
         """What an earlier process of this rank has done, once the store is open; None if there was none."""
+        self.is_resumable = False
+        """Whether another process may take this rank over."""
         self.survivors: SurvivingMemory | None = None
         """What only this worker has and another process of its rank needs; None if there is nothing."""
         self._left: tuple[Exchange, Memory] | None = None
@@ -272,7 +274,10 @@ class Binding:
         if self._left is not None:
             # 1. A last round of the former parameters. It fails on all workers unless all go over to the next ones.
             exchange, former = self._left
-            exchange.assign(former.arena.weights)
+            state = b""
+            if self.is_resumable and isinstance(exchange, StoreExchange):
+                state = ClientRecord(LAST, exchange.round, 0, {}, b"").pack()
+            exchange.assign(former.arena.weights, client_state=state)
             exchange.close()
             self._left = None
         if self.exchange is None:
@@ -320,6 +325,12 @@ class Binding:
             return
         assert isinstance(exchange, StoreExchange)
         records = find_records(takeover)
+        if any(one is not None and one.kind == LAST for one in records):
+            raise WorkerLostError(
+                "the former process of this rank has added parameters after its first step, so this process cannot "
+                "continue with those that it has; restart the job from its last saved states, and add parameter groups "
+                "before the first step"
+            )
         joined = records.last is not None and records.last[:2] == (JOINED, takeover.first)
         target, guard = weights, resumes.guard if exchange.is_sync else None
         if not exchange.updates_weights:

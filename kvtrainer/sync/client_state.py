@@ -15,8 +15,9 @@ from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.protocol.messages import MAX_CLIENT_STATE
 from kvtrainer.client.tables import Takeover
 
-STEP, JOINED, ASSIGNED = "step", "joined", "assigned"
-"""The kinds of rounds: with gradients of this worker, without data in a join() block, and of new weights."""
+STEP, JOINED, ASSIGNED, LAST = "step", "joined", "assigned", "last"
+"""The kinds of rounds: with gradients of this worker, without data in a join() block, of new weights, and the last one
+before the Trainer goes over to other parameters, which have a table of their own."""
 MAX_USER_STATE = MAX_CLIENT_STATE - (16 << 10)
 """The most bytes of what the script gives."""
 

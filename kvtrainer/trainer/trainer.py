@@ -329,6 +329,7 @@ class Trainer(torch.optim.Optimizer):
         found = resume(self._pipeline, self.adopt_saved_states)
         if self._pipeline.binding.is_dist:
             self._pipeline.describe_state = self._describe_state
+            self._pipeline.binding.is_resumable = True
         return found
 
     @property

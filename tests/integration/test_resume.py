@@ -274,6 +274,33 @@ def test_a_successor_on_another_host_is_told_that_what_it_needs_is_not_there(tmp
     assert told == {"told": "WorkerLostError"}
 
 
+def adding(rank: int, workers: int) -> Results:
+    """A loop that adds parameters before its third step."""
+    net = model()
+
+    def train() -> None:
+        with kvtrainer.Trainer(net[0].parameters(), "sgd", kvstore="dist_sync") as trainer:
+            start = trainer.resume()
+            for step in range(start.round, 6):
+                if step == 2:
+                    trainer.add_param_group({"params": list(net[2].parameters())})
+                net(torch.ones(1, 40)).square().mean().backward()
+                trainer.step(1)
+
+    return {"told": error_of(train).partition(":")[0]}
+
+
+@pytest.mark.parametrize(("nth", "told"), [(2, "nothing"), (6, "WorkerLostError")])
+def test_a_successor_is_told_that_it_has_not_the_parameters_that_were_added(
+    nth: int, told: str, tmp_path: Path
+) -> None:
+    fired = tmp_path / "fired"
+    fired.mkdir()
+    environ = {FAILPOINT: f"worker.round.committed@0:{nth}", FAILPOINT_DIR: str(fired)}
+    assert run_job(adding, tmp_path, 1, 1, restarts=1, environ=environ)["told"] == [told]
+    assert len(list(fired.iterdir())) == 1
+
+
 @pytest.mark.parametrize("kvstore", [None, "local", "device"])
 def test_without_servers_every_start_is_the_first(kvstore: str | None) -> None:
     with kvtrainer.Trainer(model().named_parameters(), "sgd", kvstore=kvstore) as trainer:
