@@ -42,6 +42,7 @@ from kvtrainer.strategy.base import Callback
 from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_schedules, plain_copy
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys
 from kvtrainer.strategy.strategy import Steps
+from kvtrainer.trainer.resume import Resumption
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.trainer.trainer_dict import TrainerDict
 
@@ -410,6 +411,21 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         """Resume as Strategy does. Schedulers are resumed if there are any."""
         is_due = resume_param_scheduler and hasattr(self, "param_schedulers")
         return super().resume(filename, resume_param_scheduler=is_due, **options)
+
+    def rejoin(self) -> Resumption:
+        """Not possible with several workers: they are also ranks of a torch.distributed group, which takes in no other
+        process when one has died. Resume from checkpoints.
+
+        Raises:
+            ConfigurationError: There are several workers.
+        """
+        if self.world_size > 1:
+            raise ConfigurationError(
+                "rejoin() is not possible in mmengine's runners: its hooks reduce over a torch.distributed group, "
+                "which takes in no other process when a worker has died. Resume from checkpoints, or use "
+                "kvtrainer.Strategy in a loop of your own"
+            )
+        return super().rejoin()
 
     def save_checkpoint(self, filename: str, *, callback: Callback | None = None, **options: Any) -> None:
         """Save as Strategy does, without values of hooks that a checkpoint cannot hold."""

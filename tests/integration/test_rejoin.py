@@ -107,7 +107,7 @@ def assert_the_same(points: str, folder: Path, expected: Job, publishes: bool = 
 @pytest.mark.parametrize(
     "points",
     [
-        "worker.round.begin@0:1",  # the first values
+        pytest.param("worker.round.begin@0:1", marks=pytest.mark.chaos),  # the first values
         "worker.round.committed@1:7,worker.round.begin@0:9",
         "worker.round.end@0:5,worker.barrier.begin@1:16",  # the end of an epoch, and between collective calls
         pytest.param("worker.round.committed@0:13", marks=pytest.mark.chaos),
