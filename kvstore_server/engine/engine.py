@@ -790,11 +790,13 @@ class Engine:
                 _log.warning("rank %d decided differently about round %d of %r than the rank before it: %s", rank,
                              resolve.round, table.name, decision)  # fmt: skip
             return []
-        if resolve.round > number or table.held is None:
+        if resolve.round > number:
             raise ProtocolError(
-                f"rank {rank} decides about round {resolve.round} of {table.name!r}, which is not held: round "
-                f"{number} is open"
+                f"rank {rank} decides about round {resolve.round} of {table.name!r}, but round {number} is open"
             )
+        # An earlier process of this server held the sum. The commits come again, and then the decision.
+        if table.held is None:
+            return []
         batch = space.batch_of(np.array([table.number]))
         return self._finish(space, shared, batch, sender.now, decision)
 

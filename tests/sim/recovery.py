@@ -403,6 +403,7 @@ class Job:
         return [process for process in self.processes if not process.is_replaced]
 
     def _result(self) -> Result:
+        self._check_fences()
         found: Result = []
         for server, engine in enumerate(self.engines):
             state = state_of(engine, "sim")
@@ -415,6 +416,17 @@ class Job:
                 if own != state["t", "weights"]:
                     raise Violation(f"rank {process.rank} has other weights than server {server}")
         return found
+
+    def _check_fences(self) -> None:
+        """No process that was replaced may speak in a session that it had."""
+        for process in self.processes:
+            for server, place in process.tokens.items() if process.is_replaced else ():
+                request = m.Request(*place, 1 << 40, m.Heartbeat())
+                [out] = self.engines[server].handle(process.peer, request, 0.0)
+                if not isinstance(out.reply.body, m.Failed):
+                    raise Violation(
+                        f"server {server} listens to process {process.number}, which was replaced"
+                    )
 
     # ---------------------------------------------------------------- what happens
 
