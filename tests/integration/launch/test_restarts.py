@@ -215,6 +215,41 @@ def test_a_killed_server_whose_memory_is_lost_ends_the_job(jobs: Jobs, flags: li
     assert jobs.alive() == []
 
 
+@pytest.mark.parametrize("durability", ["process", "off"])
+def test_a_server_whose_memory_is_lost_is_started_again_if_there_are_snapshots(
+    jobs: Jobs, durability: str, tmp_path: Path
+) -> None:
+    killing = FIND + RESUMING.replace(
+        "    trainer.step()",
+        f"""    if step == 3 and trainer.rank == 1 and os.environ.get("KVSTORE_RESTARTS") == "0":
+        pid = wait_for(pid_of_server)
+        if {durability == "process"}:
+            pid = int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])  # its supervisor
+        os.kill(pid, signal.SIGKILL)
+    trainer.step()""",
+    )
+    flags = [
+        "--restart",
+        "1",
+        "--durability",
+        durability,
+        "--state-dir",
+        str(tmp_path),
+        "--snapshot-every",
+        "2",
+    ]
+    said = []
+    for more, script in (([], RESUMING), (flags, killing)):
+        code, out, err = jobs.finish(launch(jobs, script, "-n", "2", *more))
+        assert code == 0, err
+        said += [line[5:] for line in out.splitlines() if line.startswith("[w") and "[[" in line]
+    assert len(said) == 4
+    assert len(set(said)) == 1
+    assert err.count("restart 1 of 1") == 3  # of the server, and of both workers
+    assert err.count("ServerLostState: server 0 was restarted") == 2
+    assert jobs.alive() == []
+
+
 def test_used_up_restarts_of_a_server_end_the_job_with_its_code(jobs: Jobs) -> None:
     script = (
         FIND
