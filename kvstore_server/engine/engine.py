@@ -272,15 +272,7 @@ class Engine:
                 return _make_reply(waiter, m.Status(self._facts_at(now)))
             # 2. Everything else must come from an open session of this run of the server.
             if request.run_id != self.config.run_id:
-                advice = "restart the job from its last saved states"
-                if self.snapshots is not None and (latest := self.snapshots.latest):
-                    advice = (
-                        "start its workers again, and Trainer.resume() goes back to the latest snapshot that all "
-                        f"servers have; here that is round {latest}"
-                    )
-                raise ServerLostState(
-                    f"server {self.config.server} was restarted and no longer holds this job's weights; {advice}"
-                )
+                raise self._lost_state()
             session = self._sessions.find(peer, request.session)
             space, rank = self.namespaces[session.hello.namespace], session.hello.rank
             session.last_heard = now
@@ -305,6 +297,19 @@ class Engine:
 
     def _internal_error(self, error: Exception) -> KVStoreError:
         return KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
+
+    def _lost_state(self) -> ServerLostState:
+        latest = 0 if self.snapshots is None else self.snapshots.latest
+        if latest:
+            return ServerLostState(
+                f"server {self.config.server} was restarted and no longer holds this job's weights; start its workers "
+                "again, and Trainer.resume() goes back to the latest snapshot that all servers have (here that is one "
+                f"of round {latest})"
+            )
+        return ServerLostState(
+            f"server {self.config.server} was restarted and no longer holds this job's weights; "
+            "restart the job from its last saved states"
+        )
 
     def tick(self, now: float) -> list[m.Outgoing]:
         """Fail waits that cannot succeed, log those that take long, and free namespaces whose workers are gone."""

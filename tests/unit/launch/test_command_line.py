@@ -91,11 +91,20 @@ def test_servers_are_supervised_where_they_come_back_with_their_weights(
     given: list[tuple[Any, ...]], flags: list[str], supervised: bool
 ) -> None:
     assert kvlaunch.main(["-n", "1", "-s", "2", *flags, "true"]) == 0
-    _, _, servers, *_, restarts = given[-1]
+    _, _, servers, *_, restarts, restarts_of_lost = given[-1]
     assert restarts == (3 if flags else 0)
+    assert restarts_of_lost == 0
     for command in servers:
         parsed = cli.build_parser({}).parse_args(command[command.index("kvstore_server") + 1 :])
         assert (parsed.supervise, parsed.restarts) == ((True, 3) if supervised else (False, None))
+
+
+def test_lost_servers_are_started_again_where_they_write_snapshots(given: list[tuple[Any, ...]]) -> None:
+    flags = ["--restart", "3", "--state-dir", "there", "--snapshot-every", "7"]
+    assert kvlaunch.main(["-n", "1", *flags, "true"]) == 0
+    _, _, _, environ, *_, restarts_of_lost = given[-1]
+    assert restarts_of_lost == 3
+    assert (environ["KVSTORE_STATE_DIR"], environ["KVSTORE_SNAPSHOT_EVERY"]) == ("there", "7")
 
 
 def test_what_servers_and_workers_read_for_themselves_is_passed_on(launched: Call) -> None:
