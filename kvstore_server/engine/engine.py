@@ -944,7 +944,7 @@ class Engine:
         if isinstance(table, int):
             return _make_status(sender, {"keys": table})
         slot, number = int(space.rounds.slots.first[table.number]), table.number
-        following = space.rounds.next_round(sender.rank, number)
+        following = space.rounds.next_round(sender.rank, number, sender.rank in space.membership.resumable)
         has_committed = shared.has_committed(sender.rank, number)
         states = tuple([state for _, state in space.client_states.get((number, sender.rank), ())])
         return _make_reply(sender.waiter, m.Registered(number, slot, following, has_committed, states))

@@ -832,14 +832,19 @@ class NamespaceRounds:
         """Return the ranks that have no more data until all have joined."""
         return self._joined.setdefault(table, set())
 
-    def next_round(self, rank: int, table: int) -> int:
-        """Return the round at which a rank should begin; a new process is not behind the slowest of the others."""
+    def next_round(self, rank: int, table: int, resumes: bool = False) -> int:
+        """Return the round at which a rank should begin; a new process is not behind the slowest of the others.
+
+        With `resumes`, it is the one after the last that this server has of the rank: the process gives all others.
+        """
         if self._is_sync or not self.shared.number(table):
             return self.shared.number(table)
         lane = self.lanes.get(rank)
         if lane is not None and lane.number(table):
             return lane.number(table)
         clocks = self.clocks(table)
+        if resumes:
+            return 1 + clocks[rank]
         others = [clock for r, clock in enumerate(clocks) if r != rank and self._takes_part(r, table)]
         return 1 + max(clocks[rank], min(others, default=0))
 

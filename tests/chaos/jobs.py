@@ -153,6 +153,8 @@ class Job:
         environ: More variables of all processes.
         flags: More flags of the servers.
         stopped: What is done with a process that has stopped itself; continues it after a while by default.
+        workers: How many there are.
+        module: What they run, with the case, the rounds and the folder as its arguments.
     """
 
     def __init__(
@@ -163,6 +165,8 @@ class Job:
         environ: Mapping[str, str],
         flags: Sequence[str] = (),
         stopped: Callable[[Job, Member], None] | None = None,
+        workers: int = WORKERS,
+        module: str = "tests.chaos.training",
     ) -> None:
         self._folder, self._rounds = folder, rounds
         self._stopped = stopped or (lambda job, member: member.signal(signal.SIGCONT))
@@ -176,7 +180,7 @@ class Job:
             "KVSTORE_REJOIN_TIMEOUT": str(LIMIT),
             "KVSTORE_TIMEOUT": str(LIMIT),
             "KVSTORE_CONNECT_TIMEOUT": str(LIMIT),
-            "KVSTORE_NUM_WORKERS": str(WORKERS),
+            "KVSTORE_NUM_WORKERS": str(workers),
             "KVSTORE_SERVERS": ",".join(addresses),
             "KVSTORE_DURABILITY": "process",
             **environ,
@@ -202,9 +206,9 @@ class Job:
             )
             for at, address in enumerate(addresses)
         ]
-        training = ["-m", "tests.chaos.training", case, str(rounds), str(folder)]
+        training = ["-m", module, case, str(rounds), str(folder)]
         self.workers = [
-            Member("worker", rank, training, {**base, "KVSTORE_RANK": str(rank)}) for rank in range(WORKERS)
+            Member("worker", rank, training, {**base, "KVSTORE_RANK": str(rank)}) for rank in range(workers)
         ]
         self.members = [*self.servers, *self.workers]
 
@@ -291,7 +295,7 @@ class Job:
 
     def _outcome(self, codes: list[int], seconds: float) -> Outcome:
         results, computed = list[str](), Counter[tuple[int, int]]()
-        for rank in range(WORKERS):
+        for rank in range(len(self.workers)):
             said = (self._folder / f"result.{rank}").read_text().splitlines()
             assert len(set(said)) == 1, said
             results.append(said[0])

@@ -27,7 +27,6 @@ SHOWN_BY = {
     "former_rows_forgotten": 25,
     "images_without_hypers": 48,
     "lost_commit_counts_when_repeated": 162,
-    "nothing_is_undone": 118,
     "unchanged_slots_are_those_of_an_earlier_round": 209,
 }
 """A seed that shows a mutant which few of them show."""

@@ -183,6 +183,16 @@ def test_asynchronous_contributions_keep_the_state_of_their_rank() -> None:
     assert told.client_states == (STATE,)
 
 
+def test_a_process_that_resumes_gives_all_that_this_server_has_not_although_others_are_ahead() -> None:
+    # Another server may have its first push, which this one has not: it must not begin where the others are.
+    job = Job(2, Mode("async"))
+    for rank in range(2):
+        job.hello(rank, resumes=True)
+    for round_ in (1, 2, 3):
+        job.commit(0, round_, 1.0)
+    assert job.hello(1, resumes=True) == m.Registered(0, 0, 1)
+
+
 def open_agreement(job: Job, rank: int, **more: Any) -> int:
     """Say hello in a namespace for collectives beside training; the session."""
     nonce = b"%d side" % rank
