@@ -241,6 +241,17 @@ def test_a_worker_of_the_manifests_comes_back_with_its_rank_and_servers_have_a_s
     assert flags.supervise
 
 
+def test_servers_of_the_manifests_write_snapshots_to_a_volume_that_outlives_a_pod(
+    manifests: dict[str, Any],
+) -> None:
+    servers = manifests["StatefulSet"]
+    flags = build_parser(env_of(container_of(servers))).parse_args([])
+    mounts = {one["mountPath"]: one["name"] for one in container_of(servers)["volumeMounts"]}
+    claims = [claim["metadata"]["name"] for claim in servers["spec"]["volumeClaimTemplates"]]
+    assert mounts[flags.state_dir] in claims
+    assert flags.snapshot_every == 50
+
+
 def test_only_workers_reach_the_servers_and_no_pod_has_privileges(manifests: dict[str, Any]) -> None:
     policy = manifests["NetworkPolicy"]["spec"]
     [rule] = policy["ingress"]

@@ -59,12 +59,14 @@ class Pods:
         rights, all_rights = container["securityContext"], spec["securityContext"]
         assert rights["readOnlyRootFilesystem"]
         assert not rights["allowPrivilegeEscalation"]
-        assert [one["mountPath"] for one in container["volumeMounts"]] == ["/tmp"]
+        mounts = [one["mountPath"] for one in container["volumeMounts"]]
+        assert mounts == (["/tmp", "/state"] if spec is self._spec else ["/tmp"])
         given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
         environ = {**given, **environ}
         done = podman(
             "run", "--detach", "--name", name, "--hostname", name, "--network", "kvtrainer-pods", *flags,
-            "--read-only", "--read-only-tmpfs=false", "--tmpfs=/tmp", "--security-opt=no-new-privileges",
+            "--read-only", "--read-only-tmpfs=false", "--security-opt=no-new-privileges",
+            *[f"--tmpfs={one}" for one in mounts],
             *[f"--cap-drop={one}" for one in rights["capabilities"]["drop"]],
             f"--user={all_rights['runAsUser']}:{all_rights['fsGroup']}",
             *[f"--env={one}={value}" for one, value in environ.items()],
