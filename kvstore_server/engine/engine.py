@@ -1229,8 +1229,13 @@ class Engine:
         out = self._give_up(job, error, sender)
         # 3. Continue with what was stored.
         self.snapshots.go_back(job_of(job), body.round)
-        for one in stored:
-            self._restore_space(job, one, sender.now)
+        try:
+            for one in stored:
+                self._restore_space(job, one, sender.now)
+        except Exception:
+            for space in spaces_beside(job, self.namespaces):
+                self._end(space)  # what is there in part would be taken for the job's state
+            raise
         if job in self.namespaces:
             self.namespaces[job].membership.may_skip_barriers = True
         self._returns[job] = generation + 1, body.round

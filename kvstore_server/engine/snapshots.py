@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from kvstore_server.budget import Budget
 from kvstore_server.durable.background import BackgroundTask, Task
 from kvstore_server.durable.snapshot_folder import Snapshot, SnapshotFolder, SnapshotName, kept_of
-from kvstore_server.engine.cut import CopyBuffer, describe_cut, make_cut, tensors_of
+from kvstore_server.engine.cut import CopyBuffer, SpaceCut, describe_cut, make_cut, tensors_of
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.errors import ConfigurationError, KVStoreError, describe
 from kvstore_server.failpoints import failpoint
@@ -121,10 +121,10 @@ class Snapshots:
         failpoint("server.snapshot.cut")
         facts = {**self._identity, "every": self.every, "namespaces": describe_cut(cuts)}
         facts["holders"] = sorted({s for one in spaces for table in one.tables for s in table.plan.servers})
-        self._writing = _Writing(name, self._run(lambda: self._folder.write(name, facts, tensors_of(cuts))))
+        self._writing = _Writing(name, self._run(lambda: self._write(name, facts, cuts)))
 
     def settle(self, seconds: float = 0.0) -> None:
-        """Note the end of a snapshot that was being written, and remove old ones; wait for it up to some seconds."""
+        """Note the end of a snapshot that was being written; wait for it up to some seconds."""
         writing = self._writing
         if writing is None or not writing.task.is_over(seconds):
             return
@@ -135,11 +135,13 @@ class Snapshots:
         self._problem = ""
         _log.info("%s of %r is on the disk", writing.name, writing.name.job)
         self._known = self._folder.all()
-        of_job = [one for one in self._known if one.name.job == writing.name.job]
-        # Two cuts of one round are equal, but one that is later than this belongs to a run that was given up.
-        kept = kept_of([one for one in of_job if one.name.round <= writing.name.round], KEPT)
-        if not writing.name.tag:
-            self._remove([one for one in of_job if not one.name.tag and one not in kept])
+
+    def _write(self, name: SnapshotName, facts: Mapping[str, Any], cuts: Sequence[SpaceCut]) -> None:
+        """Write a snapshot, and remove old ones; in the background."""
+        self._folder.write(name, facts, tensors_of(cuts))
+        of_job = [one for one in self._folder.all() if one.name.job == name.job and not one.name.tag]
+        kept = kept_of([one for one in of_job if one.name.round <= name.round], KEPT)
+        self._remove([one for one in of_job if one not in kept])
 
     def _claim(self) -> None:
         more = self._buffer.nbytes - self._claimed
@@ -169,7 +171,6 @@ class Snapshots:
                 self._folder.remove(one.name)
             except OSError as error:
                 _log.error("%s of %r cannot be removed: %s", one.name, one.name.job, error)
-        self._known = self._folder.all()
 
     # ---------------------------------------------------------------- finding them
 
@@ -201,6 +202,7 @@ class Snapshots:
         self.settle(_LAST_WRITE)
         self._latest = {name: number for name, number in self._latest.items() if job_of(name) != job}
         self._remove([one for one in self._known if one.name.job == job and one.name.round > round_])
+        self._known = self._folder.all()
 
     def note_restored(self, space: Namespace) -> None:
         """Note that a snapshot of a namespace's present round exists."""
@@ -211,6 +213,7 @@ class Snapshots:
         self.settle(_LAST_WRITE)
         self._latest = {name: number for name, number in self._latest.items() if job_of(name) != job}
         self._remove([one for one in self._known if one.name.job == job and not one.name.tag])
+        self._known = self._folder.all()
 
     def facts(self) -> Mapping[str, Any]:
         """Return what a status says about the snapshots."""

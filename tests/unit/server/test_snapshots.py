@@ -254,6 +254,19 @@ def test_no_damage_is_accepted_and_every_one_is_a_recovery_error(count: int, tmp
     folder.close()
 
 
+def test_a_server_without_memory_for_a_snapshot_holds_nothing_of_it(servers: Make) -> None:
+    there = servers(1)
+    SnapshotJob(there, DENSE, adam()).train(6)
+    there.lose()
+    engine = there.engines[0]
+    engine.budget._limit = 20_000
+    with pytest.raises(ConfigurationError, match="--max-memory"):
+        SnapshotJob(there, DENSE, adam())
+    assert not any(space.tables for space in engine.namespaces.values())
+    engine.budget._limit = 0
+    assert SnapshotJob(there, DENSE, adam()).round == 4
+
+
 def test_a_damaged_snapshot_is_put_aside_and_the_next_start_goes_back_to_the_one_before(
     servers: Make,
 ) -> None:
