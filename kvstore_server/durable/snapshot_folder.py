@@ -37,8 +37,6 @@ from kvstore_server.failpoints import failpoint
 _log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "kvstore-server snapshot", 1
-TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""The tags that a snapshot may have."""
 _TENSORS, _MANIFEST, _LOCK = "tensors.safetensors", "manifest.json", "lock"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"(?:round-(?P<round>[0-9]{12})|tag-(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]*))\.[0-9a-f]{8}")
@@ -184,10 +182,6 @@ class SnapshotFolder:
     def all(self) -> list[Snapshot]:
         """Return the snapshots of this server whose manifests are whole; others are named in the log."""
         return _snapshots_in(self.folder)
-
-    def of_all_servers(self) -> list[Snapshot]:
-        """Return the snapshots of all servers that are in the same directory."""
-        return [one for folder in sorted(self.root.glob("server-*")) for one in _snapshots_in(folder)]
 
     def put_aside(self, snapshot: Snapshot) -> None:
         """Rename a damaged snapshot, so that it is not offered again and can still be looked at."""
