@@ -8,7 +8,6 @@ import numpy as np
 
 from kvstore_server.durable.journal import _RANGE, Journal
 from kvstore_server.engine import durability, image
-from kvstore_server.engine.durability import Durability
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.membership import Membership, Sessions
 from kvstore_server.engine.namespace import Namespace
@@ -24,6 +23,11 @@ RECOVERY: Mutants = {
     name: SYNC[name] for name in ("no_fencing", "count_based_round", "no_dedup", "early_apply")
 }
 SHOWN_BY = {
+    "changed_before_the_copy": 25,
+    "images_without_clients": 15,
+    "no_previous_version": 25,
+    "present_weights_for_a_repeated_round": 25,
+    "record_before_the_copy": 14,
     "former_rows_forgotten": 25,
     "images_without_hypers": 48,
     "lost_commit_counts_when_repeated": 162,
@@ -50,11 +54,6 @@ def record_before_the_copy(real: Any, self: Any, region: Any, begin: int, end: i
 @wrong(Journal, "protect")
 def changed_before_the_copy(real: Any, self: Any, tensors: Any) -> None:
     """Nothing is protected."""
-
-
-@wrong(Durability, "undo")
-def nothing_is_undone(real: Any, self: Any) -> None:
-    """A process that died in an update leaves half of it."""
 
 
 @wrong(Journal, "former_rows")

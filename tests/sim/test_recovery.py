@@ -31,7 +31,7 @@ from tests.sim.recovery_mutants import RECOVERY, SHOWN_BY
 from tests.sim.workers import tiny_slices
 
 SEEDS, BLOCK = 10_000, 500
-FIRST = 40
+FIRST = 60
 """Schedules in `make test`; all others run with `make test-full`."""
 MUTANT_SEEDS = 40
 EVERYTHING = {"killed", "replaced", "restarted", "lose", "repeat", "overtake", "computed"}
