@@ -309,3 +309,52 @@ class ResumableBatches:
             raise ConfigurationError(f"this is not what state_dict() of batches returns: {state_dict!r:.80}")
         self.epoch, self.position = numbers
         self._begin, self._continues = state_dict["random"], state_dict["random"] is not None
+
+
+def shard(
+    length: int,
+    members: Sequence[int],
+    rank: int,
+    *,
+    epoch: int = 0,
+    seed: int | None = None,
+    start: int = 0,
+) -> list[int]:
+    """Return the indices of a data set that one of several workers trains on.
+
+    The order of the data set is divided like cards: member number i of n gets every n-th index from the i-th on. All
+    workers get equally many; what is left over at the end, fewer than n, is left out. When the members of a job have
+    changed, call it again with the number of samples that all of them have used since the beginning of the epoch:
+    what is left is divided over the present members, so no index comes twice in an epoch.
+
+        members, used = trainer.members, 0
+        own = iter(shard(len(data), members, trainer.rank, epoch=epoch, seed=0))
+        ...
+        if trainer.members != members:
+            members = trainer.members
+            own = iter(shard(len(data), members, trainer.rank, epoch=epoch, seed=0, start=used))
+
+    Args:
+        length: The number of samples of the data set.
+        members: The ranks that train, as in `Trainer.members`.
+        rank: One of them.
+        epoch: The number of the pass over the data, from 0; each has an order of its own if there is a `seed`.
+        seed: Shuffles the data set, alike on all workers; None: it is read in order.
+        start: How many samples of this epoch all workers together have used already.
+
+    Raises:
+        ConfigurationError: The rank is no member, or a number is negative.
+    """
+    length, start = check.integer("length", length, 0), check.integer("start", start, 0)
+    check.integer("epoch", epoch, 0)
+    if rank not in members:
+        raise ConfigurationError(f"rank {rank} is not one of the members {list(members)!r:.80}")
+    if seed is None:
+        order = np.arange(length)
+    else:
+        order = np.random.Generator(np.random.PCG64([check.integer("seed", seed, 0), epoch])).permutation(
+            length
+        )
+    left = order[start:]
+    own = left[: len(left) - len(left) % len(members)][sorted(members).index(rank) :: len(members)]
+    return [int(index) for index in own]

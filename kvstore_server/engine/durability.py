@@ -377,14 +377,15 @@ class Durability:
 
     def restore(
         self,
-        make_space: Callable[[str, int, Mode, int], Namespace],
+        make_space: Callable[[str, int, Mode, int, tuple[int, int]], Namespace],
         sessions: Sessions,
         now: float,
     ) -> dict[str, Namespace]:
         """Return the namespaces that the earlier process had.
 
         Args:
-            make_space: Makes a namespace of a name, a number of workers, a mode and a number for `begin`.
+            make_space: Makes a namespace of a name, a number of workers, a mode, a number for `begin`, and how many
+                ranks begin and must be left, if members may change.
             sessions: Gets the sessions of their workers, which count as heard now.
 
         Raises:
@@ -406,13 +407,13 @@ class Durability:
         self,
         number: int,
         images: Sequence[Image],
-        make_space: Callable[[str, int, Mode, int], Namespace],
+        make_space: Callable[[str, int, Mode, int, tuple[int, int]], Namespace],
         sessions: Sessions,
         now: float,
     ) -> Namespace:
         # 1. Build it like the first time: its optimizer, then its tables in their order.
-        name, num_workers, *mode = images[0]["space"]
-        space = make_space(name, num_workers, Mode(*mode), number)
+        name, num_workers, *mode, initial, least = images[0]["space"]
+        space = make_space(name, num_workers, Mode(*mode), number, (initial, least))
         optimizer = [image["optimizer"] for image in images if "optimizer" in image]
         for rank, spec in optimizer[-1] if optimizer else ():
             space.set_optimizer(rank, spec)

@@ -35,6 +35,13 @@ from kvstore_server.debug_log import Peer
 from kvstore_server.engine import pipelined
 from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
+from kvstore_server.engine.elastic import (
+    MemberChanges,
+    all_have_finished,
+    check_terms,
+    check_view,
+    tell_members,
+)
 from kvstore_server.engine.facts import FRESH, MOST_JOBS, read_report
 from kvstore_server.engine.membership import RankSession, Sessions, random_token
 from kvstore_server.engine.namespace import EngineConfig, Namespace, TableBatch
@@ -49,6 +56,7 @@ from kvstore_server.engine.rounds import (
 )
 from kvstore_server.engine.snapshots import Snapshots, job_of, spaces_beside
 from kvstore_server.engine.table import ALL, RankCommit, Table
+from kvstore_server.engine.views import Views
 from kvstore_server.errors import (
     ConfigurationError,
     DeadlineError,
@@ -186,6 +194,7 @@ class Engine:
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
         self._durability = durability
+        self._changes = MemberChanges(config, self._fence)
         self.snapshots = None if snapshots is None else snapshots(self.budget)
         self._returns: dict[str, tuple[int, int]] = {}
         """Job → how often it has gone back to a snapshot here, and to which round the last time."""
@@ -207,6 +216,8 @@ class Engine:
             m.Profile: lambda sender, body: _make_status(sender, sender.space.recording.answer(body, clock)),
             m.Command: self._command,
             m.Leave: self._leave,
+            m.JoinRounds: self._join_rounds,
+            m.LeaveRounds: self._leave_rounds,
         }
 
     def restore(self, now: float) -> None:
@@ -217,8 +228,10 @@ class Engine:
         assert self._durability is not None
         self._durability.undo()
 
-        def make_space(name: str, num_workers: int, mode: Mode, number: int) -> Namespace:
-            space = self._make_space(name, num_workers, mode, now, number)
+        def make_space(
+            name: str, num_workers: int, mode: Mode, number: int, range_: tuple[int, int]
+        ) -> Namespace:
+            space = self._make_space(name, num_workers, mode, now, range_, number)
             space.begin()
             return space
 
@@ -340,7 +353,7 @@ class Engine:
         late = shared.late(now)
         if members.departed or members.lost(now, self.config.dead_after):
             late = np.flatnonzero(shared.num_committed).tolist()
-        out: list[m.Outgoing] = []
+        out = self._changes.drop_lost(space, now)
         for pending in [self._open_round(space, number) for number in late]:
             error = self._why_stuck(space, pending, now)
             out += pending.fail(error) if error is not None else ()
@@ -439,6 +452,11 @@ class Engine:
             self.snapshots.before(space, self.namespaces)
         has_pushes = len(body.pushes) > 0
         batch = space.batch_of(commits[:, 0]) if len(commits) else None
+        out: list[m.Outgoing] = []
+        if batch is not None and space.views is not None and not commits[0, 5] & m.REPEATS:
+            refusal = check_view(space, sender.rank, sender.waiter, body)
+            if refusal is not None:
+                out, batch = refusal, None
         # 1. An intent declared ahead of the slices. It is optional: without it the round is applied after all commits.
         if batch is not None and commits[0, 5] & m.DECLARES_INTENT:
             if self.is_stopping or space.name in self.updaters:
@@ -448,7 +466,6 @@ class Engine:
         if has_pushes:
             space.push(sender.rank, body)
             space.note_begun()
-        out: list[m.Outgoing] = []
         if space.rounds.pipelined and has_pushes:
             out += pipelined.advance(space, [m.unpack_slot(word)[0] for word in body.pushes[:, 0].tolist()])
         if batch is None:
@@ -500,6 +517,8 @@ class Engine:
         if 0 < num_complete < len(committed):
             batch = space.batch_of(batch.numbers[committed == tracker.num_members])
         if num_complete:
+            if space.views is not None:
+                tracker.forget_others()
             out += self._finish(space, tracker, batch, now)
         return out
 
@@ -539,6 +558,13 @@ class Engine:
                 out += _answer_norms(table, round_, waiter, table.held.sum.partials)
             elif status == CommitStatus.REPEATED:
                 waiting.append(number)
+            elif status == CommitStatus.REFUSED and flags & m.REPEATS and rank not in tracker.members:
+                # A rank that becomes a member with the next round asks how this one ends.
+                commit, deadline = Committed(number, round_, version, flags), now + body.timeout
+                answer = partial(_answer_commits, space, whose, rank, waiter, [commit], None)
+                wait = DelayedRequest(number, rank, waiter, deadline, body.timeout, False, answer, round_)
+                wait.opens = round_ + 1
+                out += _delay_request(space, wait, now)
             elif status == CommitStatus.REFUSED:
                 out += _make_reply(
                     waiter, m.Missing(number, round_, tracker.missing_slots(rank, number, count))
@@ -557,6 +583,8 @@ class Engine:
         if waiting:
             missing = tracker.missing_ranks(waiting[0])
             out += _still_waiting(space, waiter, space.open_round(waiting[0]), missing, now)
+        if again and space.is_coordinator:
+            out += tell_members(space, waiter)
         return out + _answer_commits(space, whose, rank, waiter, again, (now, body.timeout))
 
     def _finish(
@@ -599,6 +627,8 @@ class Engine:
                 if flag & m.HAS_JOINED:
                     space.rounds.joined(number).add(rank)
         # 4. Reply. Ranks that want the same weights of the same tables share one message body.
+        if space.views is not None and len(ended.numbers):
+            out += self._changes.end_round(space, [answer.waiter for answer in answers])
         weights: dict[int, m.Weights] = {}
         """Flags → the message that all ranks with these flags get."""
         for rank, waiter, flags, commits, timeout in answers:
@@ -756,7 +786,8 @@ class Engine:
             table.fail(rank)
             space.rounds.advance(rank, table.number)
         waiters = tracker.fail(table.number, error)
-        return [_make_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
+        told = self._changes.remove_leaving(space)
+        return told + [_make_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
 
     def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
         space, rank, table = sender.space, sender.rank, sender.space.table(abort.table)
@@ -866,6 +897,8 @@ class Engine:
                 return _fail_wait(space, wait, error)
 
             missing = wait.missing(space.rounds)
+            if wait.is_entry:  # the others may all be about to finish
+                missing = [rank for rank in missing if rank not in members.finished]
             yield RankWait(
                 space.describe_wait(wait), wait.since, wait.deadline, missing, fail, space.tables[wait.table]
             )
@@ -884,7 +917,9 @@ class Engine:
         table, what = pending.table, pending.what
         if table is not None and table.conflict is not None:
             return _copy_error(table.conflict)
-        lost = space.membership.lost_error(pending.missing, what, now, self.config.dead_after)
+        lost = None
+        if not self._awaits_coordinator(space, pending, now):
+            lost = space.membership.lost_error(pending.missing, what, now, self.config.dead_after)
         if lost is not None or now < pending.deadline:
             return lost
         who = space.membership.describe_all(pending.missing, now)
@@ -900,6 +935,12 @@ class Engine:
             "kvstore or KVSTORE_TIMEOUT raises the limit.) Workers with different numbers of batches train in "
             "`with trainer.join():`"
         )
+
+    def _awaits_coordinator(self, space: Namespace, pending: RankWait, now: float) -> bool:
+        """Return whether the coordinator may still decide to go on without the ranks that are missing here."""
+        if space.views is None or space.is_coordinator:
+            return False
+        return now - pending.since < 2 * self.config.rejoin_timeout + self.config.dead_after
 
     # ---------------------------------------------------------------- members and tables
 
@@ -994,6 +1035,11 @@ class Engine:
 
     def _gather(self, sender: Sender, gather: m.Gather) -> list[m.Outgoing]:
         space, members = sender.space, sender.space.membership
+        if space.views is not None:
+            raise ConfigurationError(
+                "workers cannot meet at a barrier, nor exchange anything beside their rounds, in a job whose members "
+                "may change"
+            )
         released = members.enter_barrier(sender.rank, gather, sender.waiter, sender.now)
         if not released:
             what = f"barrier {gather.sequence}"
@@ -1029,6 +1075,7 @@ class Engine:
                     "the same kvstore on every worker"
                 )
             self._check_is_latest(space, hello)
+            check_terms(space, hello)
             replaced = space.membership.join(session)
         except ConfigurationError as error:
             if space is not None:
@@ -1082,17 +1129,30 @@ class Engine:
                 f"its workers was heard from for {config.forget_after:g} s (--forget-after), without weights for "
                 f"{config.dead_after:g} s (--dead-after), or earlier if another one needs its place"
             )
-        space = self._make_space(hello.namespace, hello.num_workers, mode, now)
+        space = self._make_space(hello.namespace, hello.num_workers, mode, now, (hello.initial, hello.least))
         self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
         return space
 
     def _make_space(
-        self, name: str, num_workers: int, mode: Mode, now: float, number: int | None = None
+        self,
+        name: str,
+        num_workers: int,
+        mode: Mode,
+        now: float,
+        range_: tuple[int, int],
+        number: int | None = None,
     ) -> Namespace:
+        """`range_`: how many ranks begin and how many must be left, if members may change; otherwise zeros."""
+        if range_ != (0, 0) and (not mode.is_sync or mode.by_host):
+            raise ConfigurationError(
+                f"the members of namespace {name!r} may change, which is possible with synchronous rounds of single "
+                f"workers only; its mode is {mode}"
+            )
+        views = None if range_ == (0, 0) else Views(num_workers, *range_)
         durable = None if self._durability is None else self._durability.begin(name, number)
         resumable = self._resumable.setdefault(_job_of(name), set())
         space = Namespace(
-            name, num_workers, mode, self.config, self.budget, self._leases, now, resumable, durable
+            name, num_workers, mode, self.config, self.budget, self._leases, now, resumable, durable, views
         )
         space.membership.is_used_again = name in self._finished
         return space
@@ -1164,7 +1224,8 @@ class Engine:
             for name in kept:
                 self._end(self.namespaces[name])
         self._finished.pop(space.name, None)
-        if len(space.membership.finished) == space.membership.num_workers:
+        members = range(space.membership.num_workers) if space.views is None else space.views.current.ranks
+        if space.membership.finished.issuperset(members):
             self._finished[space.name] = None
             if self.snapshots is not None and not self._open_namespaces(job):
                 self.snapshots.forget(job_of(job))
@@ -1263,9 +1324,9 @@ class Engine:
         return out
 
     def _restore_space(self, job: str, stored: StoredSpace, now: float) -> None:
-        former, num_workers, *mode = stored.image["space"]
+        former, num_workers, *mode, initial, least = stored.image["space"]
         name = job + former[len(former.partition("/")[0]) :]
-        space = self._make_space(name, num_workers, Mode(*mode), now)
+        space = self._make_space(name, num_workers, Mode(*mode), now, (initial, least))
         space.begin()
         self.namespaces[name] = space
         restore_space(space, stored, self._sessions)
@@ -1290,7 +1351,20 @@ class Engine:
         if space.membership.is_over(sender.now, self.config.dead_after):
             self._end_or_keep(space)
             return []
-        return self._fail_stuck_waits(space, sender.now)
+        out = self._changes.end_process(space, rank)
+        if space.views is not None and space.membership.finished.issuperset(space.views.current.ranks):
+            for wait in space.waits.take(lambda wait: wait.is_entry):
+                out += _fail_wait(space, wait, all_have_finished(space, wait.rank))
+        return out + self._fail_stuck_waits(space, sender.now)
+
+    def _join_rounds(self, sender: Sender, body: m.JoinRounds) -> list[m.Outgoing]:
+        answer = self._changes.join(sender.space, sender.rank, sender.waiter, body, sender.now)
+        return (
+            _delay_request(sender.space, answer, sender.now) if isinstance(answer, DelayedRequest) else answer
+        )
+
+    def _leave_rounds(self, sender: Sender, body: m.LeaveRounds) -> list[m.Outgoing]:
+        return self._changes.leave(sender.space, sender.rank, body.table) + _make_status(sender)
 
 
 def _list_answers(

@@ -61,7 +61,8 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
     if changes.is_new:
         mode = space.mode
         terms = [mode.name, mode.staleness, mode.slow_down, mode.by_host]
-        image["space"] = [space.name, space.membership.num_workers, *terms]
+        views = (0, 0) if space.views is None else space.views.terms[1:]
+        image["space"] = [space.name, space.membership.num_workers, *terms, *views]
     declared = [_declaration(space, table) for table in space.tables[changes.num_declared :]]
     if declared:
         image["declared"] = declared
@@ -134,6 +135,7 @@ def _members(space: Namespace, first_barrier: int) -> list[Any]:
         sorted(rounds.left),
         rounds.shared.num_ended,
         [[ended, text] for ended, text in space.failures],
+        [] if space.views is None else space.views.export(),
     ]
 
 
@@ -177,7 +179,7 @@ def restore_sessions(sessions: Sessions, rows: Iterable[Sequence[Any]], now: flo
 
 
 def _apply_members(space: Namespace, sessions: Sessions, values: Sequence[Any]) -> None:
-    tokens, departed, failed, finished, resumable, *barriers, left, num_ended, failures = values
+    tokens, departed, failed, finished, resumable, *barriers, left, num_ended, failures, views = values
     members, rounds = space.membership, space.rounds
     members.members = {
         rank: session for rank, token in tokens.items() if (session := sessions.known(token)) is not None
@@ -191,6 +193,11 @@ def _apply_members(space: Namespace, sessions: Sessions, values: Sequence[Any]) 
     rounds.left, rounds.shared.num_ended = set(left), num_ended
     space.failures.clear()
     space.failures.extend((ended, text) for ended, text in failures)
+    if space.views is not None:
+        space.views.restore(views)
+        space.views.leaving = set(members.departed).intersection(space.views.current.ranks)
+        rounds.shared.members = space.views.current.ranks
+        space.count_members()
 
 
 # ---------------------------------------------------------------- tables and rounds

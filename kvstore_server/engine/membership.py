@@ -221,7 +221,7 @@ class BarrierWait:
 
 
 class Membership:
-    """The members of one namespace. Membership is static: ranks 0 … num_workers − 1.
+    """The processes of one namespace, for ranks 0 … num_workers − 1; which of these are members, `views` may change.
 
     Args:
         awaits_successors: A new process may take over a rank whose process is dead and continue with its weights, so
@@ -304,6 +304,12 @@ class Membership:
         self.members.pop(rank, None)
         self.departed[rank] = reason
         (self.finished if is_clean else self.failed).add(rank)
+
+    def give_up(self, rank: int, reason: str) -> None:
+        """Forget the process of a rank that the others do not wait for any more."""
+        self.members.pop(rank, None)
+        self.departed[rank] = reason
+        self.failed.add(rank)
 
     def is_over(self, now: float, dead_after: float) -> bool:
         """Return whether no member is left, except those that failed and whose successors are not awaited any more."""

@@ -51,6 +51,7 @@ from kvstore_server.engine.rounds import (
     Waits,
 )
 from kvstore_server.engine.table import ALL, RankCommit, RowPart, Table
+from kvstore_server.engine.views import Views
 from kvstore_server.errors import (
     ConfigurationError,
     KVStoreError,
@@ -178,15 +179,21 @@ class Namespace:
         now: float,
         resumable: set[int] | None = None,
         durable: tuple[Journal, str, Callable[[], object]] | None = None,
+        views: Views | None = None,
     ) -> None:
-        """`durable`: the journal, a prefix for its memory, and what is called with every change; see `durability`."""
+        """
+        Args:
+            durable: The journal, a prefix for its memory, and what is called with every change; see `durability`.
+            views: The members, if these may change; None: all workers, always.
+        """
         # 1. Who takes part, and which rounds are open.
         self.name = name
         self.created_at = now
         self.mode = mode
         self.config = config
         self.membership = Membership(name, num_workers, not mode.is_sync, config.rejoin_timeout, resumable)
-        self.rounds = NamespaceRounds(num_workers, mode)
+        self.views = views
+        self.rounds = NamespaceRounds(num_workers, mode, views)
         self.waits = Waits(self.rounds)
         self.optimizer = AgreedOptimizer(mode.is_sync)
         self.recording = Recording()
@@ -343,6 +350,11 @@ class Namespace:
             self._check_same_delta_codec(table, register, rank)
             return table
         # 4. A new table: check it, claim its memory, then create it. Nothing is changed before the claim succeeds.
+        if self.views is not None and self.tables:
+            raise ConfigurationError(
+                f"namespace {self.name!r} has table {self.tables[0].name!r}, and members that may change, which change "
+                "at the rounds of one table; give other tables another namespace"
+            )
         check_name("a table", register.table)
         check_specs(specs, self.config.num_servers, self.config.allow_integers)
         self._check_size(register.table, specs)
@@ -372,7 +384,21 @@ class Namespace:
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
         self.note_tables([number])
+        self.count_members()
         return table
+
+    def count_members(self) -> None:
+        """Let tables know how many ranks take part in the open round, if that may change."""
+        if self.views is not None:
+            for table in self.tables:
+                table.num_workers = len(self.views.current.ranks)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this server decides about the members, if they may change: the first one that has the table."""
+        return self.views is not None and any(
+            table.plan.servers[0] == self.config.server for table in self.tables
+        )
 
     def _check_same_delta_codec(self, table: Table, register: m.Register, rank: int) -> None:
         own = None if table.deltas is None else table.deltas.codec
@@ -542,10 +568,23 @@ class Namespace:
             self.changes.note_hypers(range(len(self.tables)))
             self.changes.note_tables(range(len(self.tables)))
 
+    def forget_member(self, rank: int) -> None:
+        """Forget what a rank that is no member any more has left for its successor, and what it said of options."""
+        for key in [key for key in self.client_states if key[1] == rank]:
+            self.claim(-_nbytes_of(self.client_states.pop(key)), "")
+            if self.changes is not None:
+                self.changes.note_client(*key)
+        for table in self.tables:
+            table.hyper.forget(rank)
+        if self.changes is not None:
+            self.changes.note_hypers(range(len(self.tables)))
+
     def open_round(self, number: int) -> str:
         return f"round {self.rounds.shared.number(number)} of {self.tables[number].name!r}"
 
     def describe_wait(self, wait: DelayedRequest) -> str:
+        if wait.is_entry:
+            return f"the entry of rank {wait.rank} at the end of {self.open_round(wait.table)}"
         return f"{'the end' if wait.is_join else 'a read'} of {self.tables[wait.table].name!r} by rank {wait.rank}"
 
     def forget_absent(self, tables: Collection[int]) -> None:
@@ -951,6 +990,7 @@ class Namespace:
             "num_dead": members.num_dead(now, self.config.dead_after),
             "messages_in": self.messages_in,
             "tables": [{"namespace": self.name, **self._counters(table)} for table in self.tables],
+            **({} if self.views is None else {"view": self.views.facts()}),
         }
 
     def record_failure(self, error: KVStoreError) -> None:

@@ -29,12 +29,12 @@ The state of a table's round:
 Slices of past rounds are ignored and slices of future rounds refused; a commit of a past round is told how that ended.
 `pipelined` decides when a round is begun and what is rolled back.
 
-In synchronous mode every round has all ranks as members. In the other modes only a table's first round does, which
-sets its values; from then on each rank has a *lane*: a tracker of its own with one member. A process that takes a rank
-over begins a new lane, unless it continues where the former one has ended. A rank's clock counts the rounds of its
-lane, however they ended, so all servers agree on it. With a bound, a rank whose clock is c may read only when every
-rank's clock is at least c − bound (stale synchronous parallel). A rank that joined (has no more data), or that left
-because it was done, holds nothing up.
+In synchronous mode every round has all ranks as members, or those of the present view if members may change (`views`).
+In the other modes only a table's first round does, which sets its values; from then on each rank has a *lane*: a
+tracker of its own with one member. A process that takes a rank over begins a new lane, unless it continues where the
+former one has ended. A rank's clock counts the rounds of its lane, however they ended, so all servers agree on it. With
+a bound, a rank whose clock is c may read only when every rank's clock is at least c − bound (stale synchronous
+parallel). A rank that joined (has no more data), or that left because it was done, holds nothing up.
 
 State is kept in NumPy arrays with one element per table or slice, so that a commit of thousands of tables costs a few
 vectorised calls. `Slots` numbers the slices of all tables consecutively, and these numbers index the arrays.
@@ -58,6 +58,7 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.codec import Codec
+from kvstore_server.engine.views import Views
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.memo import BoundedCache
 from kvstore_server.plan import SIZES
@@ -414,7 +415,7 @@ class RoundTracker:
     """
 
     def __init__(self, num_members: int, slots: Slots, durations: Histogram) -> None:
-        self.num_members = num_members
+        self.members: Sequence[int] = range(num_members)
         self.durations = durations
         self.inputs: dict[int, RankInputs] = {}
         self.mismatches: dict[int, int] = {}
@@ -442,6 +443,10 @@ class RoundTracker:
         return (
             f"<{type(self).__name__} of {self.num_members} members: {', '.join(rounds) or 'nothing waits'}>"
         )
+
+    @property
+    def num_members(self) -> int:
+        return len(self.members)
 
     def fit(self) -> None:
         size = self._slots.num_tables
@@ -675,7 +680,7 @@ class RoundTracker:
         return KVStoreError(f"round {round_} failed") if known is None else known
 
     def missing_ranks(self, table: int) -> list[int]:
-        return [rank for rank in range(self.num_members) if not self.has_committed(rank, table)]
+        return [rank for rank in self.members if not self.has_committed(rank, table)]
 
     def has_committed(self, rank: int, table: int) -> bool:
         inputs = self.inputs.get(rank)
@@ -716,6 +721,25 @@ class RoundTracker:
         self.numbers[table] += 1
         self.num_committed[table] = 0
         return found
+
+    def change_members(self, table: int, members: Sequence[int]) -> list[tuple[int, Waiter]]:
+        """Continue the open round of the only table with other members; return (rank, waiter) of earlier commits.
+
+        These must be repeated. Slices stay, as they were given before the commits.
+        """
+        self.members, waiting = members, list[tuple[int, Waiter]]()
+        for rank, inputs in self.inputs.items():
+            if inputs.committed[table] and (waiter := inputs.waiters[table]) is not None:
+                waiting.append((rank, waiter))
+            inputs.committed[table] = False
+            inputs.commit_infos[table] = inputs.waiters[table] = None
+            inputs.intents.pop(table, None)
+        self.num_committed[table] = 0
+        return waiting
+
+    def forget_others(self) -> None:
+        """Drop what ranks have given that are no members of the open round."""
+        self.inputs = {rank: inputs for rank, inputs in self.inputs.items() if rank in self.members}
 
     def undo(self, table: int, error: KVStoreError) -> None:
         """Turn the last applied round into a failed one, after its weights were restored."""
@@ -765,11 +789,15 @@ class RoundTracker:
 class NamespaceRounds:
     """All rounds of a namespace: the shared ones, and in asynchronous modes each rank's lane."""
 
-    def __init__(self, num_workers: int, mode: Mode) -> None:
+    def __init__(self, num_workers: int, mode: Mode, views: Views | None = None) -> None:
         self.num_workers = num_workers
+        self.views = views
+        """Which ranks are members, if that may change; None: all ranks, always."""
         self.slots = Slots()
         self.durations = Histogram(ROUND_SECONDS)
         self.shared = RoundTracker(num_workers, self.slots, self.durations)
+        if views is not None:
+            self.shared.members = views.current.ranks
         self.left: set[int] = set()
         """Ranks whose processes left because they were done."""
         self.pipelined: set[int] = set()
@@ -897,6 +925,9 @@ class NamespaceRounds:
         for joined in self._joined.values():
             joined.discard(rank)
         self.left.discard(rank)
+        if self.views is not None:
+            for ranks in (self.views.leaving, self.views.lost, self.views.joining):
+                ranks.discard(rank)
 
     def end_process(self, rank: int, is_done: bool, is_resumable: bool) -> None:
         """End the process of a rank; if it was done, no rank waits for it any more."""
@@ -905,6 +936,8 @@ class NamespaceRounds:
             self.lanes.pop(rank, None)
         if is_done:
             self.left.add(rank)
+        if self.views is not None:
+            self.views.joining.discard(rank)
 
     def _takes_part(self, rank: int, table: int) -> bool:
         return rank not in self.joined(table) and rank not in self.left
@@ -920,15 +953,20 @@ class DelayedRequest:
     deadline: float
     timeout: float
     is_join: bool
-    """True if it waits for all ranks to join, False if it waits for weights that are recent enough."""
+    """True if it waits for all ranks to have no more data, False if for weights that are recent enough or a round."""
     answer: Callable[[], list[m.Outgoing]]
     round: int = -1
     """The round of the waiting commit; -1 for a read."""
     late: Sequence[int] = ()
     """The ranks that a read had to wait for when it was delayed."""
+    opens: int = -1
+    """If the members may change: it waits until this round is open."""
+    is_entry: bool = False
+    """It waits until its rank is a member."""
 
     def __repr__(self) -> str:
         what = "the end of joining" if self.is_join else "a read" if self.round < 0 else f"round {self.round}"
+        what = "membership" if self.is_entry else f"round {self.opens}" if self.opens >= 0 else what
         request = f"request {self.waiter.number} of rank {self.rank}"  # the waiter's routing id is secret
         return f"<{type(self).__name__} of {request} for {what} of table {self.table}, until {self.deadline:.3f}>"
 
@@ -938,6 +976,13 @@ class DelayedRequest:
 
     def missing(self, rounds: NamespaceRounds) -> list[int]:
         """Return the ranks that it waits for; empty once it can be answered."""
+        shared = rounds.shared
+        if self.is_entry or self.opens >= 0:
+            is_over = (
+                self.rank in shared.members if self.is_entry else shared.number(self.table) >= self.opens
+            )
+            # All may have committed while the sum waits for a decision, which any of them may make.
+            return [] if is_over else shared.missing_ranks(self.table) or list(shared.members)
         return rounds.missing_from_join(self.table) if self.is_join else rounds.behind(self.rank, self.table)
 
 

@@ -252,6 +252,8 @@ def _why_useless(spaces: Sequence[Namespace]) -> str | None:
         members, tables = space.membership, space.tables
         if not space.mode.is_sync:
             return f"{space.name!r} is asynchronous, so a round is not a state of all ranks"
+        if space.views is not None:
+            return f"the members of {space.name!r} may change, and a snapshot is for those that it was taken with"
         if len(members.resumable) < members.num_workers:
             return "not all of its workers have called Trainer.resume(), so they could not go on from them"
         if any(table.deltas is not None for table in tables):

@@ -4,8 +4,8 @@
     body         control kinds: one msgpack list (`pack_control`); data kinds as below, in 64-bit numbers
 
     contribute   numbers of pushes and commits, rescale, timeout, hold; the matrix of pushes; that of commits
-                 then, unless all are empty, msgpack [encoding, hyper-parameters, absent keys, client state] |
-                 the payloads
+                 then, unless all are empty, msgpack [encoding, hyper-parameters, absent keys, client state, view,
+                 members] | the payloads
     pull         timeout, round; the numbers of the tables
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
@@ -254,6 +254,9 @@ _CONTROL: tuple[type[Any], ...] = (
     m.GetStatus,
     m.MapRows,
     m.Snapshot,
+    m.JoinRounds,
+    m.LeaveRounds,
+    m.Members,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple((f.name, str(f.type)) for f in fields(cls)) for cls in _CONTROL}
@@ -362,8 +365,9 @@ def _freeze_value(value: Any) -> Any:
 def _encode_contribute(body: m.Contribute) -> list[bytes]:
     rescale = math.nan if body.rescale is None else body.rescale
     head = _CONTRIBUTE.pack(len(body.pushes), len(body.commits), rescale, body.timeout, body.hold)
-    has_extra = body.encoding or body.hyper or body.absent or body.client_state
-    extra = pack_control([body.encoding, body.hyper, body.absent, body.client_state]) if has_extra else b""
+    has_extra = body.encoding or body.hyper or body.absent or body.client_state or body.view >= 0
+    fields_ = [body.encoding, body.hyper, body.absent, body.client_state, body.view, body.members]
+    extra = pack_control(fields_) if has_extra else b""
     return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes(), extra))]
 
 
@@ -389,22 +393,28 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
     payload, factor = _read_payload(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
-    encoding, hyper, absent, state = _decode_extra(body[size:]) if nbytes > size else (b"", b"", (), b"")
-    return m.Contribute(pushes, (payload,), commits, encoding, hyper, absent, factor, timeout, hold, state)
+    contribution = m.Contribute(pushes, (payload,), commits, rescale=factor, timeout=timeout, hold=hold)
+    if nbytes > size:
+        _decode_extra(body[size:], contribution)
+    return contribution
 
 
-def _decode_extra(packed: memoryview) -> tuple[bytes, bytes, tuple[tuple[int, int], ...], bytes]:
+def _decode_extra(packed: memoryview, into: m.Contribute) -> None:
     extra = unpack_control(packed)
-    if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list, bytes]):
+    if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list, bytes, int, list]):
         raise ProtocolError(
-            "a contribution must name [encoding, hyper-parameters, absent keys, client state]"
+            "a contribution must name [encoding, hyper-parameters, absent keys, client state, view, members]"
         )
-    encoding, hyper, absent, state = extra
+    encoding, hyper, absent, state, view, members = extra
     if len(state) > m.MAX_CLIENT_STATE:
         raise ProtocolError(f"a client state has {len(state)} bytes; up to {m.MAX_CLIENT_STATE} are allowed")
     if not all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in absent):
         raise ProtocolError("the absent keys of a commit must be a list of (table, key)")
-    return encoding, hyper, tuple([(table, key) for table, key in absent]), state
+    if not all(type(rank) is int for rank in members):
+        raise ProtocolError("the members of a view must be a list of ranks")
+    into.encoding, into.hyper, into.client_state = encoding, hyper, state
+    into.absent = tuple([(table, key) for table, key in absent])
+    into.view, into.members = view, tuple(members)
 
 
 def _encode_resolve(resolve: m.Resolve) -> list[bytes]:

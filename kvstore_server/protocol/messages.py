@@ -74,6 +74,10 @@ class Hello:
     """Whether another process can take this rank over and continue, so that the others wait for it."""
     restarts: int = 0
     """How often the process was started again, as far as its launcher says."""
+    initial: int = 0
+    """Above 0: the members may change. The ranks below this begin, others may join later, up to `num_workers`."""
+    least: int = 0
+    """If the members may change: how many at least must be left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,10 @@ class Contribute:
     """Above 0: hold the sums and send their partial norms of this type, until a Resolve decides."""
     client_state: bytes = b""
     """What a process that takes this rank over needs to continue after these rounds, up to `MAX_CLIENT_STATE` bytes."""
+    view: int = -1
+    """If the members may change: the number of the view with which this rank commits."""
+    members: tuple[int, ...] = ()
+    """The ranks of that view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +334,21 @@ class Leave:
     reason: str
     is_clean: bool
     """True if the worker has finished; otherwise it counts as dead from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRounds:
+    """Asks the coordinator of a table to make this rank a member; answered by Members once it is one."""
+
+    table: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRounds:
+    """Asks the coordinator of a table to go on without this rank from the open round on; answered by Status."""
+
+    table: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,6 +516,26 @@ class EffectiveOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Members:
+    """The members of a round, if they may change; only the coordinator of a table decides about them.
+
+    Precedes the Weights or Done of a round and is then about the next one. Or it refuses a commit of that round,
+    because the view has changed: commit again with this one. Or it answers JoinRounds.
+    """
+
+    table: int
+    round: int
+    view: int
+    """Its number."""
+    ranks: tuple[int, ...]
+    """Ascending."""
+    since: int = 0
+    """Answering JoinRounds: the first round of which this rank is a member."""
+    client_states: tuple[bytes, ...] = ()
+    """Answering JoinRounds: what another rank's latest commits before that round brought, in order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """Refuses a commit whose slices have not all arrived: send these slots again, then commit again."""
 
@@ -551,6 +594,8 @@ RequestBody: TypeAlias = (
     | Heartbeat
     | GetStatus
     | Leave
+    | JoinRounds
+    | LeaveRounds
     | Stats
     | Command
     | Profile
@@ -567,6 +612,7 @@ ReplyBody: TypeAlias = (
     | Absent
     | Vetoed
     | EffectiveOptions
+    | Members
     | Missing
     | Pending
     | Failed

@@ -105,6 +105,11 @@ class Client:
             ConfigurationError: a table is registered, or the servers hold it from an earlier run.
             ServerUnreachableError: a server did not answer.
         """
+        if self.options.is_elastic and not resumes:
+            raise ConfigurationError(
+                "the number of workers of this job may change (KVSTORE_ELASTIC), so each worker has to call "
+                "Trainer.resume() before its first step; push and pull of single keys are not possible"
+            )
         least = self._session.spread_from if allow_single_server else 0
         declared = {name: self._declare(name, specs, whole_keys, least) for name, specs in tables.items()}
         for table in declared.values():
@@ -114,6 +119,8 @@ class Client:
         for at in range(0, len(requests), _TABLES_PER_REGISTER):
             self._register(requests[at : at + _TABLES_PER_REGISTER], resumes)
         failpoint("worker.register.end")
+        for table in declared.values() if self.options.is_elastic else ():
+            self._join(table)
         for table in declared.values() if resumes else ():
             table.take_over(self.options.mode.is_sync)
         self._tables.update(declared)
@@ -163,6 +170,25 @@ class Client:
                 )
             table.register(server, reply)
             failpoint("worker.register.next")
+
+    def _join(self, table: RemoteTable) -> None:
+        """Wait until this rank is a member; at once for those that begin, and for a new process of one that is."""
+        failpoint("worker.members.join")
+        timeout = self.options.timeout
+        body = m.JoinRounds(table.numbers[table.coordinator], timeout)
+        told = self._session.call(table.coordinator, body, timeout + self.options.dead_after)
+        assert isinstance(told, m.Members)
+        table.record_membership(told)
+        failpoint("worker.members.joined")
+
+    def leave_rounds(self, table: RemoteTable) -> None:
+        """Have the others go on without this rank; blocks until that is recorded.
+
+        Raises ConfigurationError if the members of the job do not change, or too few would be left.
+        """
+        self.rounds.wait_pending(table)
+        failpoint("worker.members.leave")
+        self._session.call(table.coordinator, m.LeaveRounds(table.numbers[table.coordinator]))
 
     def set_optimizer(self, spec: Mapping[str, Any]) -> None:
         """Name the optimizer on every server; naming the same one again changes nothing there.

@@ -58,6 +58,7 @@ class Contribution(NamedTuple):
         unread: Keys (by index) whose new weights do not matter; slices that hold nothing else are not written.
         sink: Where new weights of the only table arrive; `outs` are its own.
         client_state: What a process that takes this rank over gets, if this is the rank's last contribution.
+        mean: If the members may change: (factor, parts of this rank), from which `rescale` follows for a mean over all.
         priority: If messages have to queue, those of higher priority go first.
     """
 
@@ -80,6 +81,14 @@ class Contribution(NamedTuple):
     sink: WeightSink = IN_PLACE
     priority: int = 0
     client_state: bytes = b""
+    mean: tuple[float, int] | None = None
+
+    def over(self, num_members: int) -> Contribution:
+        """Return the contribution to a round of so many members."""
+        if self.mean is None:
+            return self
+        factor, parts = self.mean
+        return self._replace(rescale=factor / (num_members * parts))
 
     @property
     def scale(self) -> float:

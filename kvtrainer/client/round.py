@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.engine.views import View
 from kvstore_server.errors import KVStoreError
 from kvstore_server.failpoints import failpoint
 from kvstore_server.protocol import messages as m
@@ -56,6 +57,10 @@ class Round:
         """The slices (by index) of the only table whose eager push counts; None if there was no eager push."""
         self.aborted: set[str] = set()
         """Tables whose round was given up as soon as one server had failed it."""
+        self.next_views: dict[str, View] = {}
+        """Table → the members of its next round, if these may change."""
+        self.coordinator = -1
+        """The server that has to tell them; -1 if the members never change, or weights are only read."""
         self.is_over = False
         self.rows: dict[tuple[int, int], list[Tensor | None]] = {}
         """(position of the table, first key of a slice) → ids of its rows that came, by server; None for a whole slice.
@@ -115,12 +120,15 @@ class Round:
         )
 
     def finish(self, request: ServerRequest, tables: Iterable[int]) -> None:
-        """Record that a server has answered for some tables; they stay open if measures are still to come."""
-        if self.contribution.guard is None:
+        """Record that a server has answered for some tables; they stay open if measures or members are to come."""
+        guard = self.contribution.guard
+        if guard is None and request.server != self.coordinator:
             request.open.difference_update(tables)
         else:
             for at in tables:
-                if at in request.held or self.vetoes.get(request.layout.tables[at].name):
+                name = request.layout.tables[at].name
+                is_measured = guard is None or at in request.held or self.vetoes.get(name)
+                if is_measured and (request.server != self.coordinator or name in self.next_views):
                     request.open.discard(at)
                 elif at in request.open:
                     request.complete.add(at)

@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
-from kvstore_server.errors import FencedError, KVStoreError, RoundAbortedError, describe, from_wire
+from kvstore_server.engine.views import View
+from kvstore_server.errors import (
+    FencedError,
+    KVStoreError,
+    RoundAbortedError,
+    WorkerLostError,
+    describe,
+    from_wire,
+    to_wire,
+)
 from kvstore_server.failpoints import failpoint
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
@@ -99,6 +108,8 @@ class Rounds:
             contribution = contribution._replace(outs=buffers)
         round_ = Round(contribution, session, is_read)
         round_.repeated, round_.is_given, round_.asks_again = repeated, buffers is None, asks_again
+        if tables and tables[0].view is not None and (asks_again or not is_read):
+            round_.coordinator = tables[0].coordinator
         # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
         try:
@@ -317,6 +328,7 @@ class Rounds:
         [table] = contribution.tables
         if contribution.sink.maps:
             contribution.sink.commit()
+        table.view = round_.next_views.get(table.name)
         table.resume(table.round + 1, True)
         return round_
 
@@ -458,7 +470,7 @@ class Rounds:
         elif isinstance(reply, m.Failed):
             self._receive_failure(round_, request, reply)
         elif (
-            isinstance(reply, m.Held | m.Absent | m.Vetoed | m.EffectiveOptions | m.Missing)
+            isinstance(reply, m.Held | m.Absent | m.Vetoed | m.EffectiveOptions | m.Members | m.Missing)
             and reply.table in position
         ):
             # 2. What the server says about one table.
@@ -472,12 +484,16 @@ class Rounds:
                 round_.in_force[table.name] = reply
             elif isinstance(reply, m.Vetoed):
                 self._receive_veto(round_, request, at, reply)
+            elif isinstance(reply, m.Members) and reply.round != table.round:
+                self._receive_next_members(round_, request, at, reply)
             elif round_.asks_again:
                 # 3. The commit is lost: what the others answer does not matter any more.
                 round_.is_lost = True
                 for one in list(round_.open):
                     one.open.clear()
                     round_.finish(one, ())
+            elif isinstance(reply, m.Members):
+                self._change_members(round_, request, at, reply)
             elif table.round == reply.round:
                 # 4. Slices that never arrived.
                 asked = [request.layout.slots.get(slot) for slot in reply.slots]
@@ -511,7 +527,7 @@ class Rounds:
                 continue
             # It can no longer be applied everywhere: do not let workers begin it on other servers.
             round_.aborted.add(table.name)
-            for other, here in round_.server_requests_of(table):
+            for other, here in round_.server_requests_of(table) if not _is_fenced(table, error) else ():
                 if here in other.open:
                     self._abort_early(other, here, error)
         round_.finish(request, ())
@@ -521,6 +537,52 @@ class Rounds:
         number = int(request.layout.commits[at, 0])
         abort = m.Abort(number, request.layout.tables[at].round, describe(error), undo=False)
         self._session.send(request.server, self._session.next_number(), abort)
+
+    # ---------------------------------------------------------------- members that change
+
+    def _receive_next_members(self, round_: Round, request: ServerRequest, at: int, told: m.Members) -> None:
+        table = request.layout.tables[at]
+        if told.round == table.round + 1 and request.server == round_.coordinator:
+            round_.next_views[table.name] = View(told.view, told.ranks)
+            if at in request.complete:
+                round_.finish(request, [at])
+
+    def _change_members(self, round_: Round, request: ServerRequest, at: int, told: m.Members) -> None:
+        """Commit the open round again, because it has other members than this worker believed.
+
+        The gradients that servers have still count. A mean is now one over the present members.
+        """
+        table, session = request.layout.tables[at], self._session
+        if table.view is None or told.view <= table.view.number:
+            return
+        # 1. This rank is not a member any more, or a server has ended the round with the former members.
+        error: KVStoreError | None = None
+        if session.options.rank not in told.ranks:
+            error = FencedError(
+                f"the others go on without rank {session.options.rank}: ranks {list(told.ranks)} are left. Start the "
+                "worker again, so that it joins"
+            )
+        elif any(one not in round_.open for one, _ in round_.server_requests_of(table)):
+            error = WorkerLostError(
+                f"round {table.round} of {table.name!r} has ended on a server with ranks {list(table.view.ranks)}, and "
+                f"another one goes on with {list(told.ranks)}: a worker was lost between its commits to them. Restart "
+                "the job from its last saved states"
+            )
+        if error is not None:
+            self._receive_failure(
+                round_, request, m.Failed(*to_wire(error), told.table, told.round, told.round + 1)
+            )
+            return
+        failpoint("worker.members.changed")
+        # 2. Answers to the former commits do not count any more.
+        table.view = View(told.view, told.ranks)
+        round_.contribution = round_.contribution.over(len(told.ranks))
+        round_.decided.pop(table.name, None)
+        for one, _ in round_.server_requests_of(table):
+            session.forget(one.number)
+            one.number = session.next_number(partial(self._receive, round_, one))
+            one.start_over(session.transport.channel(one.server) is not None)
+            self._send_again(round_, one, given=())
 
     # ---------------------------------------------------------------- deciding
 
@@ -633,6 +695,9 @@ class Rounds:
         # 5. The next round of the tables that were applied, and what compression carries over to it.
         applied = np.array([table.index for table in tables if table.index not in not_applied], np.int64)
         all_tables.round[applied] += 1
+        for table in tables if round_.next_views else ():
+            if table.index not in not_applied:
+                table.view = round_.next_views.get(table.name, table.view)
         all_tables.is_initialised[applied] = True
         if not round_.is_given:
             vetoed = {table.index for table in tables if table.name in round_.vetoes}
@@ -713,6 +778,11 @@ def _receive_speculative(request: ServerRequest, _: int, reply: m.ReplyBody) -> 
     """Store new weights of a round that this worker has yet to start; other replies come again after its commit."""
     if isinstance(reply, m.Weights):
         request.incoming.receive(reply)
+
+
+def _is_fenced(table: RemoteTable, error: BaseException | None) -> bool:
+    """Return whether the others go on without this rank, so that it must not abort their rounds."""
+    return table.view is not None and isinstance(error, FencedError)
 
 
 def _decision_conflict(round_: Round, table: RemoteTable) -> KVStoreError | None:

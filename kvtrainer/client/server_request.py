@@ -151,6 +151,7 @@ class ServerRequest:
         commits, pushes = self.commits.copy(), layout.pushes[valid]
         commits[:, 5] |= m.DECLARES_INTENT | m.TENTATIVE * tentative
         pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[valid]], 0
+        number, ranks = self._view
         return m.Contribute(
             pushes,
             (),
@@ -158,7 +159,14 @@ class ServerRequest:
             hyper=contribution.hyper,
             rescale=contribution.rescale,
             timeout=round_.session.options.timeout,
+            view=number,
+            members=ranks,
         )
+
+    @property
+    def _view(self) -> tuple[int, tuple[int, ...]]:
+        """The members of the round; (-1, ()) if they never change."""
+        return self.layout.tables[0].view or (-1, ())
 
     def adopt(self, speculative: ServerRequest) -> None:
         """Adopt the request announced during the backward pass, with the weights already received."""
@@ -232,6 +240,7 @@ class ServerRequest:
         # 5. The commits.
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
         body.client_state = contribution.client_state
+        body.view, body.members = self._view
         if contribution.absent:
             body.absent = tuple(itertools.product(commits[:, 0].tolist(), sorted(contribution.absent)))
         if contribution.guard is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
+from kvstore_server.engine.views import View
 from kvstore_server.errors import KVStoreError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
@@ -198,7 +199,8 @@ class Takeover(NamedTuple):
     committed: Mapping[int, int]
     """Server → the last round that the rank has committed there; -1 for none."""
     client_states: Mapping[int, Sequence[bytes]]
-    """Server → the latest two `client_state`s that the rank's commits brought there."""
+    """Server → the latest two `client_state`s that the rank's commits brought there; first -1 → those of another rank,
+    if this one has joined."""
 
     @property
     def first(self) -> int:
@@ -224,6 +226,8 @@ class RemoteTable:
         """Whether the weights here are those of the servers, rounded to bfloat16."""
         self.takeover: Takeover | None = None
         """What an earlier process of this rank has done; None if there was none, or it was not asked for."""
+        self.view: View | None = None
+        """The members of the next round, if these may change."""
         self.delta_codec: Codec | None = None
         """How changes of weights are encoded; None if weights come as they are."""
         self.followed: dict[int, tuple[int, Tensor]] = {}
@@ -291,6 +295,22 @@ class RemoteTable:
     def register(self, server: int, registered: m.Registered) -> None:
         self._tables.number[server, self.index] = registered.table
         self._tables.slot[server, self.index] = registered.slot
+
+    @property
+    def coordinator(self) -> int:
+        """The server that decides about the members, if these may change."""
+        return self.plan.servers[0]
+
+    def record_membership(self, told: m.Members) -> None:
+        """Record since when this rank is a member, and where it begins if no process of it has taken part since then.
+
+        Then it begins with what another rank has left for its successor.
+        """
+        assert self.takeover is not None
+        self.view = View(told.view, told.ranks)
+        committed = {server: max(one, told.since - 1) for server, one in self.takeover.committed.items()}
+        states = {-1: told.client_states, **self.takeover.client_states}
+        self.takeover = Takeover(committed, states)
 
     def record_takeover(self, server: int, registered: m.Registered) -> None:
         """Record what a server says of an earlier process of this rank."""

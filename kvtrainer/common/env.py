@@ -28,6 +28,8 @@ from kvtrainer.errors import ConfigurationError, file_error
 
 RANK = "KVSTORE_RANK"
 NUM_WORKERS = "KVSTORE_NUM_WORKERS"
+ELASTIC = "KVSTORE_ELASTIC"
+"""LEAST..MOST: how many workers a job may have after it has begun with KVSTORE_NUM_WORKERS."""
 SERVERS = "KVSTORE_SERVERS"
 LOCAL_RANK = "KVSTORE_LOCAL_RANK"
 """Rank of this worker among those of its host."""
@@ -129,17 +131,22 @@ PLACES = frozenset(_MORE_PLACES).union(
 
 @dataclass(frozen=True)
 class Topology:
-    """A worker's rank, the number of workers, and the servers' addresses by index."""
+    """A worker's rank, the number of workers, and the servers' addresses by index.
+
+    `elastic` has the least and the most workers, if the number may change; a job then begins with `num_workers`.
+    """
 
     rank: int
     num_workers: int
     servers: tuple[str, ...]
+    elastic: tuple[int, int] | None = None
 
     def as_variables(self, local_rank: int) -> dict[str, str]:
         """Return it as environment variables of a worker. Without servers, KVSTORE_SERVERS is left out."""
         place = {RANK: self.rank, NUM_WORKERS: self.num_workers, LOCAL_RANK: local_rank}
         servers = {SERVERS: ",".join(self.servers)} if self.servers else {}
-        return {**{name: str(number) for name, number in place.items()}, **servers}
+        elastic = {ELASTIC: "{}..{}".format(*self.elastic)} if self.elastic is not None else {}
+        return {**{name: str(number) for name, number in place.items()}, **servers, **elastic}
 
 
 def read_topology(
@@ -161,7 +168,27 @@ def read_topology(
     listed = read_servers(environ, servers)
     if listed is None:
         raise ConfigurationError(f"{SERVERS} is not set and no servers were given. {_ADVICE}")
-    return Topology(own, count, listed)
+    elastic = read_elastic(environ)
+    if elastic is not None and not elastic[0] <= count <= elastic[1]:
+        raise ConfigurationError(
+            f"num_workers ({NUM_WORKERS}) is {count}; with {ELASTIC} {elastic[0]}..{elastic[1]} a job begins with a "
+            "number in between"
+        )
+    return Topology(own, count, listed, elastic)
+
+
+def read_elastic(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the least and the most workers of a job (KVSTORE_ELASTIC); None if their number does not change."""
+    text = text_of(environ, ELASTIC)
+    return parse_range(text, ELASTIC) if text else None
+
+
+def parse_range(text: str, name: str) -> tuple[int, int]:
+    """Return LEAST and MOST of "LEAST..MOST". Raises ConfigurationError if it is no such range."""
+    least, dots, most = text.partition("..")
+    if not (dots and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ConfigurationError(f"{name} is {text!r:.80}; it must be LEAST..MOST workers, such as 2..8")
+    return int(least), int(most)
 
 
 def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
@@ -177,9 +204,13 @@ def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | 
     count = as_int(count_text if num_workers is None else num_workers, f"num_workers ({count_name})")
     if count < 1:
         raise ConfigurationError(f"num_workers ({count_name}) is {count}; a job has at least 1 worker")
-    if not 0 <= own < count:
+    elastic = read_elastic(environ)
+    most, what = (
+        (count, f"num_workers ({count_name})") if elastic is None else (elastic[1], f"{ELASTIC} up to")
+    )
+    if not 0 <= own < most:
         raise ConfigurationError(
-            f"rank ({rank_name}) is {own}; with num_workers ({count_name}) {count} it must lie in 0..{count - 1}"
+            f"rank ({rank_name}) is {own}; with {what} {most} it must lie in 0..{most - 1}"
         )
     return own, count
 

@@ -203,6 +203,7 @@ class Launcher:
         restarts: How often each worker is started again when it is killed or fails. Servers have supervisors for that.
         server_restarts: How often each server, or its supervisor, is started again at the same address when it is
             killed, which loses its memory; for servers that write snapshots.
+        elastic: The least and the most workers, if the job goes on without workers that have failed; all are started.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class Launcher:
         viewer: Sequence[str] = (),
         restarts: int = 0,
         server_restarts: int = 0,
+        elastic: tuple[int, int] | None = None,
     ) -> None:
         self._viewer_command = viewer
         self._worker_command = worker_command
@@ -232,6 +234,9 @@ class Launcher:
         self._restarted = RestartedRanks(num_workers, restarts)
         self._restarted_servers = RestartedRanks(len(server_commands), server_restarts)
         self._memories = WorkerMemories(num_workers if restarts and remote is None else 0)
+        self._elastic = elastic
+        self._lost: set[str] = set()
+        """Names of the workers that the job goes on without."""
         self._topology = Topology(0, num_workers, ())
         self._addresses = Addresses(self._events.output.put)
         self._code: int | None = None
@@ -275,7 +280,7 @@ class Launcher:
             shown = [*self._viewer_command, *servers]
             self._viewers += self._spawn("view", 0, shown, self._environ, self._events.output.put)
         # 3. Start the workers and wait for the end.
-        self._topology = Topology(0, self._num_workers, tuple(servers))
+        self._topology = Topology(0, self._num_workers, tuple(servers), self._elastic)
         for rank in range(self._num_workers):
             self._start_worker(rank)
         self._wait(self._workers_done, None)
@@ -419,14 +424,27 @@ class Launcher:
             rank = next(rank for rank, one in self._workers.items() if one is worker)
             assert worker.returncode is not None
             death = self._restarted.count(rank, worker.name, worker.returncode, now - worker.began, now)
-        if death is None:
+        if death is None or death.is_last:
             code, text = worker.shell_code(), worker.describe_exit()
-            self._fail(code, text, was_unheard=code > 128)
-        elif death.is_last:
-            self._fail(death.code, death.text, was_unheard=death.code > 128)
+            if death is not None:
+                code, text = death.code, death.text
+            if self._goes_on_without(worker):
+                left = f"; the job goes on with {self._num_workers - len(self._lost)} workers"
+                self._events.output.put(2, "kvlaunch: ", f"{text}{left}".encode())
+            else:
+                self._fail(code, text, was_unheard=code > 128)
         else:
             worker.end_session()
             self._events.output.put(2, "kvlaunch: ", death.text.encode())
+
+    def _goes_on_without(self, worker: Child) -> bool:
+        if self._elastic is None or self._code is not None:
+            return False
+        if self._num_workers - len(self._lost) <= self._elastic[0]:
+            return False
+        self._lost.add(worker.name)
+        worker.end_session()
+        return True
 
     def _fail(self, code: int, text: str, was_unheard: bool = False) -> None:
         """Record and report the first failure. Later ones are its consequences."""

@@ -24,6 +24,7 @@ from kvtrainer.common.env import (
     REJOIN_TIMEOUT,
     SNAPSHOT_EVERY,
     STATE_DIR,
+    parse_range,
     read_timeout,
 )
 from kvtrainer.jobs.job import (
@@ -53,6 +54,7 @@ _EPILOG = """\
 environment that a worker finds:
   KVSTORE_RANK         which worker it is, from 0
   KVSTORE_NUM_WORKERS  how many workers there are
+  KVSTORE_ELASTIC      with -n LEAST..MOST: this range
   KVSTORE_LOCAL_RANK   which worker of its host it is, from 0
   KVSTORE_SERVERS      comma-separated tcp://HOST:PORT of the servers; unset with -s 0
   OMP_NUM_THREADS      cores divided by workers, at least 1, unless you have set it
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits, remote, restarts = options.limits, options.remote, options.restart
     of_lost = options.restart if environ.get(STATE_DIR) else 0
     return Launcher(
-        command, options.workers, servers, environ, limits, remote, viewer, restarts, of_lost
+        command, options.workers, servers, environ, limits, remote, viewer, restarts, of_lost, options.elastic
     ).run()
 
 
@@ -213,6 +215,15 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
     if options.dashboard is not None and not options.servers:
         parser.error("--dashboard shows what servers say, and there are none with -s 0")
     # 3. Compute limits, environment and hosts.
+    options.elastic = None if isinstance(options.workers, int) else options.workers
+    if options.elastic is not None:
+        options.workers = options.elastic[1]
+        if not options.servers:
+            parser.error(
+                "-n LEAST..MOST needs servers, which decide about the members, and there are none with -s 0"
+            )
+        if options.rejoin_timeout is None and not options.restart:
+            options.rejoin_timeout = 0.001  # nobody starts a worker again, so the others need not wait
     try:
         linger = unheard = JobTimeouts.linger if options.linger is None else options.linger
         if options.linger is None and options.servers:
@@ -239,10 +250,10 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "-n",
         "--workers",
-        type=_integer_at_least(1),
+        type=_parse_workers,
         required=True,
         metavar="W",
-        help="how many workers to start",
+        help="how many workers to start; LEAST..MOST starts MOST, and the job goes on as long as LEAST are left",
     )
     add(
         "-s",
@@ -335,6 +346,15 @@ def _integer_at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _parse_workers(text: str) -> int | tuple[int, int]:
+    if ".." not in text:
+        return _integer_at_least(1)(text)
+    try:
+        return parse_range(text, "the number of workers")
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parse_bind_address(text: str) -> str:

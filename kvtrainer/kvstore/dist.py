@@ -68,6 +68,8 @@ class DistKVStore(TableKVStore):
             (KVSTORE_STALENESS, 1).
         scale_lr_by_staleness: For "dist_async" and "dist_ssp": divide the learning rate of a push by the number of
             updates since its worker read the weights.
+        elastic: "LEAST..MOST" for "dist_sync": the number of workers may change while a Trainer trains; the job begins
+            with `num_workers` (KVSTORE_ELASTIC). Workers with a rank from `num_workers` on join in `Trainer.resume`.
         namespace: Stores with equal namespaces work together. By default the n-th store of each worker joins the
             others' n-th, within the same attempt of a restarted job (KVSTORE_ATTEMPT, torchrun's, Slurm's).
 
@@ -91,6 +93,7 @@ class DistKVStore(TableKVStore):
         namespace: str | None = None,
         staleness: int | None = None,
         scale_lr_by_staleness: bool = False,
+        elastic: str | None = None,
     ) -> None:
         # 1. Read options that can be refused without contacting anyone.
         self.mode = mode_of(type, staleness, scale_lr_by_staleness, os.environ)
@@ -100,17 +103,22 @@ class DistKVStore(TableKVStore):
         self._faults = parse_faults(env.text_of(os.environ, FAULTS))
         is_debugging = env.shows_debug_log(os.environ)
         # 2. Find the servers. With DMLC_ROLE this asks the scheduler, or serves and does not return.
+        environ = os.environ if elastic is None else {**os.environ, env.ELASTIC: elastic}
         topology = find_topology(
-            os.environ,
+            environ,
             rank=rank,
             num_workers=num_workers,
             servers=servers,
             connect_timeout=connect_timeout,
             dead_after=dead_after,
         )
-        if topology.num_workers > MAX_WORKERS:
+        least, most = topology.elastic or (0, topology.num_workers)
+        if most > MAX_WORKERS:
+            raise ConfigurationError(f"num_workers is {most}; a server takes up to {MAX_WORKERS} workers")
+        if topology.elastic is not None and not self.mode.is_sync:
             raise ConfigurationError(
-                f"num_workers is {topology.num_workers}; a server takes up to {MAX_WORKERS} workers"
+                f"{env.ELASTIC} lets the number of workers change, which kvstore {type!r} does not support; use "
+                "'dist_sync'"
             )
         arm(os.environ, "worker", topology.rank)
         # 3. Check and collect the options of the sessions.
@@ -121,7 +129,9 @@ class DistKVStore(TableKVStore):
         check_text("namespace", namespace or "")
         self._options = SessionOptions(
             rank=topology.rank,
-            num_workers=topology.num_workers,
+            num_workers=most,
+            initial=0 if topology.elastic is None else topology.num_workers,
+            least=least,
             timeout=env.read_timeout(os.environ, env.TIMEOUT, value=timeout),
             connect_timeout=env.read_timeout(os.environ, env.CONNECT_TIMEOUT, value=connect_timeout),
             dead_after=env.read_timeout(os.environ, env.DEAD_AFTER, value=dead_after),

@@ -152,7 +152,8 @@ class TableKVStore(KVStoreBase):
 
     @property
     def num_workers(self) -> int:
-        return self._connected.options.num_workers if self.group is None else self.group.size
+        options = self._connected.options
+        return (options.initial or options.num_workers) if self.group is None else self.group.size
 
     @property
     def num_servers(self) -> int:

@@ -162,7 +162,6 @@ class Binding:
         """None before `start`, and if no store is needed."""
         self.holder: StoreExchange | None = None
         """The exchange, if it is over an engine, which holds weights and perhaps the optimizer's state."""
-        self.num_workers = 1
         self.report = Report()
         """What heartbeats tell those who watch the job about this worker."""
         self.replicas: ReplicaCompressor | None = None
@@ -210,6 +209,26 @@ class Binding:
     def is_dist(self) -> bool:
         """Whether the store is on servers in processes of their own; False before `start`."""
         return self.holder is not None and self.holder.is_dist
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers take part in the next round; 1 before `start`."""
+        return self.exchange.num_workers if self.exchange is not None and self.is_started else 1
+
+    def members(self) -> tuple[int, ...]:
+        """Return the ranks that take part in the next round; opens the store, if necessary."""
+        return tuple(range(self.worker()[1])) if self.holder is None else tuple(self.holder.members)
+
+    def leave_rounds(self) -> None:
+        """Have the other workers go on without this one. Raises ConfigurationError if that is not possible."""
+        self.check_open()
+        self.check_whole()
+        if self.holder is None or self.holder.are_members_fixed:
+            raise ConfigurationError(
+                "leave() is for a job whose number of workers may change (kvlaunch -n LEAST..MOST, KVSTORE_ELASTIC), "
+                "after resume(); close() ends this worker"
+            )
+        self.holder.leave_rounds()
 
     def set_buckets(self, buckets: dict[str, Any]) -> None:
         self._buckets = buckets
@@ -302,7 +321,6 @@ class Binding:
         # 3. From now on there are rounds.
         self._layout = layout
         self.is_started = True
-        self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
         if self.holder is not None and self.holder.sink.changes != self._num_shown:
             self._watch_writes(arena, self.holder.sink)
@@ -386,7 +404,7 @@ class Binding:
         self._pending = residuals and residuals.moved(places)
         self._earlier_updates = max(self.version, 0)
         self._left = self.exchange, former
-        self.exchange, self.holder, self.num_workers = None, None, 1
+        self.exchange, self.holder = None, None
         self._sent.forget()
         self.is_started = False
         self._num_shown = 0
@@ -400,6 +418,7 @@ class Binding:
         veto: bool,
         limits: GradientLimits,
         client_state: bytes = b"",
+        mean: tuple[float, int] | None = None,
     ) -> RoundResult:
         """Run one round of the gathered gradients, scaled. Raises before or after the round, never in between.
 
@@ -409,6 +428,7 @@ class Binding:
             veto: Whether a gradient here forbids the update on all workers.
             limits: What is checked of the sum; by the store if it updates in synchronous rounds.
             client_state: What the successor of this process gets if this is its last round.
+            mean: See `Contribution`.
 
         Raises:
             WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
@@ -421,6 +441,8 @@ class Binding:
         arena, contribution = layout.arena, self._contribution(layout, options, scale, absent, veto, limits)
         if client_state:
             contribution = contribution._replace(client_state=client_state)
+        if mean is not None and self.holder is not None and not self.holder.are_members_fixed:
+            contribution = contribution._replace(mean=mean)
         self.guard.begin()
         try:
             # 2. The round. Residuals of replicas move on only if it was applied.
@@ -686,6 +708,11 @@ class Binding:
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
             codec, pull_codec = self.selection.codec, self.selection.pull_codec
+            if codec is not None and self._client.options.is_elastic:
+                raise ConfigurationError(
+                    "compression_params with a type keep back a part of each gradient in its worker, which ends when "
+                    "the worker leaves; leave the type out in a job whose number of workers may change"
+                )
             return StoreExchange(
                 self._client, plan, there, codec, is_dist, name, pull_codec, self._host, resumes and is_dist
             )

@@ -87,7 +87,7 @@ class JoinedRound(NamedTuple):
 class Exchange(ABC):
     """The interface of what synchronises a Trainer: an engine, ranks, or a third-party store."""
 
-    num_workers: int
+    _num_workers: int
     updates_weights: bool = False
     """Whether the optimizer runs in the store."""
     is_sync: bool = True
@@ -100,6 +100,11 @@ class Exchange(ABC):
     """Gradients in the servers' memory; None if that is impossible."""
     refuses_rows: str = ""
     """Why gradients may not be row-sparse; empty if they may."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers take part in the next round."""
+        return self._num_workers
 
     @abstractmethod
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
@@ -167,7 +172,7 @@ class StoreExchange(Exchange):
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
         # 1. The table on the servers.
-        self.rank, self.num_workers = client.options.rank, client.options.num_workers
+        self.rank, self._num_workers = client.options.rank, client.options.num_workers
         self.updates_weights = optimizer is not None
         self.is_sync = client.options.mode.is_sync
         self.is_dist = is_dist
@@ -266,6 +271,23 @@ class StoreExchange(Exchange):
         elif self.sink is IN_PLACE and self.updates_weights and not self.is_sync:
             self.sink = CopySink(weights)
         return mine
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.members)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that take part in the next round, ascending."""
+        return range(self._num_workers) if self._table.view is None else self._table.view.ranks
+
+    @property
+    def are_members_fixed(self) -> bool:
+        return self._table.view is None
+
+    def leave_rounds(self) -> None:
+        """Have the other workers go on without this one; blocks. Raises as `Client.leave_rounds`."""
+        self._client.leave_rounds(self._table)
 
     @property
     def takeover(self) -> Takeover | None:
@@ -478,7 +500,7 @@ class StoreExchange(Exchange):
         else:
             # Contributions count one by one: none may come in between, and no worker may read before.
             self._client.barrier()
-            if not self.rank:
+            if self._is_first:
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
             rounds.pull([self._table], [self.sink.outs(weights)])
@@ -604,6 +626,11 @@ class StoreExchange(Exchange):
         shared_grads = self.shared_grads.in_place(borrowed, are_gathered=False)
         return contribution._replace(values=values, borrowed=borrowed, shared_grads=shared_grads)
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank's values are those that every worker gets."""
+        return self.rank == self.members[0]
+
     def _of_rank_0(
         self,
         mine: Mapping[str, Tensor],
@@ -613,10 +640,12 @@ class StoreExchange(Exchange):
     ) -> Contribution:
         plan = self._table.plan
         given = (
-            {} if self.rank else {key: _interleave_rows(plan, key, make()) for key, make in tables.items()}
+            {key: _interleave_rows(plan, key, make()) for key, make in tables.items()}
+            if self._is_first
+            else {}
         )
         is_incremental = self.updates_weights and self._has_rows and out is not None and self.sink.holds_all
-        values, outs = None if self.rank else [mine], None if out is None else [out]
+        values, outs = [mine] if self._is_first else None, None if out is None else [out]
         return Contribution(
             [self._table],
             values,
@@ -649,7 +678,7 @@ class PluginExchange(Exchange):
     is_ours = False
 
     def __init__(self, store: KVStoreBase, plan: Plan) -> None:
-        self.num_workers = store.num_workers
+        self._num_workers = store.num_workers
         self._store = store
         self._plan = plan
         self.refuses_rows = (

@@ -71,7 +71,7 @@ class GroupExchange(Exchange):
     def __init__(
         self, group: RankGroup, plan: Plan, optimizer: Optimizer, name: str = "device", overlaps: bool = False
     ) -> None:
-        self.num_workers = group.size
+        self._num_workers = group.size
         self._group, self._plan = group, plan
         self._overlaps = overlaps
         self._overlap: BucketOverlap | None = None

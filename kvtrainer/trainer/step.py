@@ -198,8 +198,10 @@ class StepPipeline:
             verdict, in_store = GradientCheck(), False
             if (exchange := self.binding.exchange) is not None:
                 kept = 1.0 if exchange.updates_weights else self.kept_scale(undone)
-                mean = self.binding.num_workers * self.memory.num_averaged if batch_size is None else 1
-                updated, verdict = self._reduce(fresh, scale * kept / mean)
+                scale *= kept
+                mean = (scale, self.memory.num_averaged) if batch_size is None else None
+                parts = 1 if mean is None else self.binding.num_workers * self.memory.num_averaged
+                updated, verdict = self._reduce(fresh, scale / parts, mean)
                 scale, in_store = 1.0 / kept, exchange.updates_weights
             if updated is not None and not in_store:
                 verdict = self.update_here(updated, scale, again)
@@ -576,7 +578,9 @@ class StepPipeline:
                 stacklevel=level_of_user(),
             )
 
-    def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, GradientCheck]:
+    def _reduce(
+        self, fresh: list[bool], scale: float, mean: tuple[float, int] | None = None
+    ) -> tuple[list[bool] | None, GradientCheck]:
         """Run one round for the gradients in the arena. Return which keys any worker contributed, and the verdict.
 
         The keys are None, on all workers, if nothing may be updated. If workers update, only vetoes are known yet. It
@@ -599,7 +603,7 @@ class StepPipeline:
             fresh if self.binding.num_workers == 1 else None
         )  # other workers may add keys
         state = b"" if self.describe_state is None else self.describe_state(STEP)
-        outcome = self.binding.round(memory, options, scale, absent, veto, limits, state)
+        outcome = self.binding.round(memory, options, scale, absent, veto, limits, state, mean)
         if outcome.skipped:
             return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
         # 3. Adopt the result.

@@ -561,7 +561,30 @@ class Trainer(torch.optim.Optimizer):
     @property
     def num_workers(self) -> int:
         """The number of workers that train together. Creates the store, as `rank` does."""
-        return self._pipeline.binding.worker()[1]
+        return len(self.members)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the workers that take part in the next step, ascending.
+
+        They change only in a job whose number of workers may change (`kvlaunch -n LEAST..MOST`), and only in `step`;
+        `kvtrainer.utils.shard` divides data over them. Creates the store, as `rank` does.
+        """
+        return self._pipeline.binding.members()
+
+    def leave(self) -> None:
+        """Leave a job whose number of workers may change, after the last step of this worker; blocks.
+
+        The others make the next step without this worker, and do not wait for another process of its rank. Closes the
+        Trainer. Another process of this rank may join later.
+
+        Raises:
+            ConfigurationError: The number of workers does not change, or fewer than the least would be left.
+            KVStoreError: A server did not answer.
+        """
+        self._pipeline.refuse_in_join("leave()")
+        self._pipeline.binding.leave_rounds()
+        self.close()
 
     @property
     def last(self) -> StepResult | None:

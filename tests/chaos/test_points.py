@@ -15,6 +15,7 @@ import pytest
 
 from kvstore_server.failpoints import POINTS
 from tests.chaos.jobs import SERVERS, WORKERS, Undisturbed, run_case
+from tests.chaos.test_members import POINTS as OF_MEMBERS
 from tests.chaos.training import CASES
 
 ROUNDS = 9
@@ -140,7 +141,7 @@ def batches() -> list[tuple[str, list[str]]]:
 
 
 def test_every_point_has_its_place_here() -> None:
-    assert set(PLACES) == set(POINTS) - OF_SNAPSHOTS
+    assert set(PLACES) | set(OF_MEMBERS) == set(POINTS) - OF_SNAPSHOTS
     assert {place.case for place in PLACES.values()} <= set(CASES)
     assert len(POINTS) >= 40
 

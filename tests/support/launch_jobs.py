@@ -48,7 +48,8 @@ servers = [[*command, str(index)] for index in range(job["servers"])]
 limits = JobTimeouts(**job["limits"])
 environ = inherited_environment(os.environ)
 given = job["worker"], job["workers"], servers, environ, limits, None, job["viewer"], job["restarts"]
-sys.exit(Launcher(*given).run())
+elastic = job["elastic"] and tuple(job["elastic"])
+sys.exit(Launcher(*given, elastic=elastic).run())
 """
 
 TELLS_WHERE = (
@@ -95,6 +96,7 @@ class Jobs:
         prefix: Sequence[str] = (),
         viewer: str = "",
         restarts: int = 0,
+        elastic: tuple[int, int] | None = None,
         stderr: int | IO[bytes] = subprocess.PIPE,
         **limits: float,
     ) -> subprocess.Popen[bytes]:
@@ -104,7 +106,7 @@ class Jobs:
             "servers": servers,
             "server": server,
         }
-        job["restarts"] = restarts
+        job["restarts"], job["elastic"] = restarts, elastic
         job["viewer"] = ["sh", "-c", viewer, "viewer"] if viewer else []
         job["limits"] = {"start": LIMIT, "linger": 0.0, "linger_unheard": 0.0, "grace": LIMIT, **limits}
         process = subprocess.Popen(

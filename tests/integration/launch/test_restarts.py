@@ -59,6 +59,27 @@ def test_a_worker_that_was_replaced_is_not_started_again(jobs: Jobs) -> None:
     assert err == f"kvlaunch: worker 0 exited with code {REPLACED}\n"
 
 
+def test_a_job_with_a_range_of_workers_goes_on_without_those_that_die(jobs: Jobs) -> None:
+    script = (
+        "echo $KVSTORE_ELASTIC; [ $KVSTORE_RANK = 2 ] && kill -9 $$; [ $KVSTORE_RANK = 1 ] && exit 75; exit 0"
+    )
+    code, out, err = jobs.run(script, 4, elastic=(2, 4))
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [f"[w{rank}] 2..4" for rank in range(4)]
+    lines = sorted(line.partition("worker ")[2] for line in err.splitlines() if "worker" in line)
+    assert [line.split()[0] for line in lines] == ["1", "2"]
+    assert sorted(line.partition("; ")[2] for line in lines) == [
+        "the job goes on with 2 workers",
+        "the job goes on with 3 workers",
+    ]
+
+
+def test_a_job_ends_when_fewer_workers_than_the_least_are_left(jobs: Jobs) -> None:
+    code, _, err = jobs.run("[ $KVSTORE_RANK = 2 ] || exit 7; sleep 1; exit 0", 3, elastic=(2, 3))
+    assert code == 7
+    assert [("goes on" in line) for line in err.splitlines() if "exited" in line] == [True, False]
+
+
 def test_without_restarts_the_first_death_ends_the_job_and_no_variable_speaks_of_them(jobs: Jobs) -> None:
     code, out, err = jobs.run("echo ${KVSTORE_RESTARTS-unset}; exit 3", environ={"KVSTORE_RESTARTS": "7"})
     assert (code, out, err) == (3, "[w0] unset\n", "kvlaunch: worker 0 exited with code 3\n")

@@ -163,6 +163,22 @@ def test_wrong_usage_exits_with_2(
     assert re.search(message, said(capsys, *arguments))
 
 
+def test_a_range_starts_the_most_workers_and_waits_for_none_that_nobody_restarts(
+    given: list[tuple[Any, ...]],
+) -> None:
+    kvlaunch.main(["-n", "2..8", "python", "train.py"])
+    kvlaunch.main(["-n", "2..8", "--restart", "1", "python", "train.py"])
+    kvlaunch.main(["-n", "8", "python", "train.py"])
+    assert [(one[1], one[-1]) for one in given] == [(8, (2, 8)), (8, (2, 8)), (8, None)]
+    timeouts = [one[3].get("KVSTORE_REJOIN_TIMEOUT") for one in given]
+    assert timeouts == ["0.001", None, None]
+
+
+@pytest.mark.parametrize("text", ["8..2", "0..3", "2..", "..4", "a..b", "2...4"])
+def test_a_range_that_cannot_be_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "2..8" in said(capsys, "-n", text, "python", "train.py")
+
+
 def test_servers_on_other_hosts_need_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hosts").write_text("localhost\n192.0.2.1\n")
     told = said(capsys, "-n", "2", "-H", str(tmp_path / "hosts"), "true")

@@ -1,0 +1,293 @@
+"""Members that change, under random interleavings of messages: no two servers apply a round with different members.
+
+The servers are engines, and the workers are small models of what a client does. Messages between each worker and each
+server are delivered in any order, some twice, some late, some never. Workers join, leave and die at random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvstore_server.engine import engine as engine_module
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.views import View
+from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.processes import ProcessState
+from kvstore_server.protocol import messages as m
+from tests.sim.schedule import Adding
+from tests.sim.workers import packed, tiny_slices
+
+SERVERS, CAPACITY, INITIAL, LEAST, ROUNDS = 2, 5, 3, 1, 6
+SPECS = (TensorSpec("a", (16,), "float32"), TensorSpec("b", (16,), "float32"))
+with tiny_slices():
+    PLAN = make_plan(SPECS, SERVERS)
+LEASE = 5.0
+LEAVES = 1 << 20
+"""The number of requests to leave."""
+
+
+def value(rank: int, round_: int) -> float:
+    """What a rank gives to a round: sums of these say which ranks they are of."""
+    return float(10**rank) if round_ else 0.0
+
+
+@dataclass
+class Worker:
+    """A process of a rank: registers everywhere, joins, then commits round after round until it leaves or dies."""
+
+    rank: int
+    life: int
+    last: int
+    """The last round that it takes part in; then it leaves."""
+    sessions: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, m.Registered] = field(default_factory=dict)
+    view: View | None = None
+    following: View | None = None
+    round: int = 0
+    done: set[int] = field(default_factory=set)
+    number: int = 0
+    """Of the requests of the open round; answers to earlier ones do not count."""
+    state: str = "hello"
+    ended: str = ""
+
+    @property
+    def peer(self) -> bytes:
+        return b"%d.%d" % (self.rank, self.life)
+
+    def requests(self) -> list[tuple[int, m.RequestBody]]:
+        """What it sends now, and again as long as it is not answered."""
+        if self.state == "hello":
+            return [
+                (s, m.Hello("j", self.rank, CAPACITY, s, SERVERS, "", self.peer.decode(), self.peer.ljust(16),
+                            (self.peer,), resumes=True, initial=INITIAL, least=LEAST))
+                for s in range(SERVERS) if s not in self.sessions
+            ]  # fmt: skip
+        if self.state == "register":
+            specs = tuple(tuple(spec) for spec in PLAN.specs)
+            register = m.Register("t", specs, False, digest=PLAN.digest)  # type: ignore[arg-type]
+            return [
+                (s, body) for s in range(SERVERS) for body in (m.SetOptimizer(packed(Adding.name)), register)
+            ]
+        if self.state == "join":
+            return [(0, m.JoinRounds(0, 1e6))]
+        if self.state == "enter":
+            # As a process does that takes a rank over: how has the round before ended?
+            flags = m.WANTS_WEIGHTS | m.REPEATS
+            return [(s, self.commit(s, self.round - 1, flags, 0)) for s in self.open()]
+        if self.state == "leave":
+            return [(0, m.LeaveRounds(0))]
+        return [(s, self.commit(s, self.round, m.WANTS_WEIGHTS, 1)) for s in self.open()]
+
+    def open(self) -> list[int]:
+        """The servers that have not answered; the coordinator has to tell the next members, too."""
+        return [s for s in range(SERVERS) if s not in self.done or (s == 0 and self.following is None)]
+
+    def commit(self, server: int, round_: int, flags: int, gives: int) -> m.Contribute:
+        slices, first = PLAN.slices_of(server), self.tables[server].slot
+        given = [torch.full((one.length,), value(self.rank, round_)) for one in slices] if gives else []
+        pushes = [(first + at, round_, 0, one.nbytes) for at, one in enumerate(given)]
+        assert self.view is not None
+        return m.Contribute(
+            m.matrix(pushes, m.PUSH_WORDS), tuple(given),
+            m.matrix([(0, round_, len(given), 0, -1, flags)], m.COMMIT_WORDS),
+            timeout=1e6, view=self.view.number, members=self.view.ranks,
+        )  # fmt: skip
+
+    def receive(self, server: int, number: int, body: m.ReplyBody) -> None:
+        if isinstance(body, m.Welcome):
+            self.sessions[server] = body.session
+            self.state = "register" if len(self.sessions) == SERVERS and self.state == "hello" else self.state
+        elif isinstance(body, m.Registered):
+            self.tables[server] = body
+            self.state = "join" if len(self.tables) == SERVERS and self.state == "register" else self.state
+        elif isinstance(body, m.Members) and self.state == "join":
+            self.view = View(body.view, body.ranks)
+            self.round, self.state = max(body.since, 0), "enter" if body.since else "round"
+        elif isinstance(body, m.Failed):
+            self.ended = f"{body.code}: {body.text}"
+        elif self.state == "leave" and isinstance(body, m.Status) and number == LEAVES:
+            self.ended = "left"
+        elif number != self.number or self.state not in ("enter", "round"):
+            return
+        elif isinstance(body, m.Members):
+            self.receive_members(server, body)
+        elif isinstance(body, m.Weights):
+            self.done.add(server)
+            self.advance()
+
+    def receive_members(self, server: int, body: m.Members) -> None:
+        view, opened = View(body.view, body.ranks), self.round - (self.state == "enter")
+        assert self.view is not None
+        if body.round == opened + 1 and server == 0:
+            self.following = view
+            self.advance()
+        elif body.round == self.round and self.state == "round" and view.number > self.view.number:
+            if self.rank not in view.ranks:
+                self.ended = "FencedError: not a member"
+            elif self.done - ({0} if self.following is None else set()):
+                self.ended = "WorkerLostError: a server has ended the round with former members"
+            self.view, self.number = view, self.number + 1
+            self.done.clear()
+
+    def advance(self) -> None:
+        if len(self.done) < SERVERS or self.following is None:
+            return
+        if self.state == "round":
+            self.round += 1
+        self.view, self.following, self.state = self.following, None, "round"
+        self.done.clear()
+        self.number += 1
+        if self.round > self.last:
+            self.state = "leave"
+
+
+class Simulation:
+    def __init__(self, seed: int, loses: float, dies: float) -> None:
+        self.rng = random.Random(seed)
+        self.loses, self.dies, self.now = loses, dies, 0.0
+        config = [
+            EngineConfig(s, SERVERS, run_id=1, rejoin_timeout=LEASE, dead_after=20.0) for s in range(SERVERS)
+        ]
+        self.engines = [Engine(one, tokens=lambda: self.rng.getrandbits(64)) for one in config]
+        self.lives: defaultdict[int, int] = defaultdict(int)
+        self.workers: dict[bytes, Worker] = {}
+        self.flying: list[tuple[float, int, bytes, m.Request | m.Reply]] = []
+        """(when it is delivered, server, process, message)."""
+        self.totals: list[dict[int, float]] = [{} for _ in range(SERVERS)]
+        """By server: round → the sum that was applied."""
+        for rank in range(INITIAL):
+            self.begin(rank)
+
+    def begin(self, rank: int) -> None:
+        self.lives[rank] += 1
+        # Rank 0 stays to the end, so that there is always somebody.
+        last = ROUNDS if rank == 0 or self.rng.random() < 0.3 else self.rng.randrange(1, ROUNDS)
+        worker = Worker(rank, self.lives[rank], last)
+        self.workers[worker.peer] = worker
+
+    def run(self) -> None:
+        for _ in range(4000):
+            if self.workers[b"0.1"].ended or self.workers[b"0.1"].round > ROUNDS:
+                break
+            self.turn()
+        self.check()
+
+    def turn(self) -> None:
+        rng, living = self.rng, [one for one in self.workers.values() if not one.ended]
+        self.now += 0.05
+        # 1. Somebody joins, or dies.
+        if rng.random() < 0.02:
+            # A rank whose process has died is taken over by nobody: it is dropped, and may join after that.
+            free = set(range(CAPACITY)).difference([one.rank for one in living], self.members())
+            if free:
+                self.begin(rng.choice(sorted(free)))
+        mortal = [one for one in living if one.rank]
+        if mortal and rng.random() < self.dies:
+            self.die(rng.choice(mortal))
+        # 2. Some send what is not answered yet.
+        for worker in living:
+            if rng.random() < 0.3:
+                for server, body in worker.requests():
+                    if isinstance(body, m.Contribute) and rng.random() < 0.3:
+                        continue
+                    run = 0 if isinstance(body, m.Hello) else 1
+                    number = LEAVES if isinstance(body, m.LeaveRounds) else worker.number
+                    self.post(
+                        server, worker.peer, m.Request(run, worker.sessions.get(server, 0), number, body)
+                    )
+        # 3. Some messages arrive.
+        due = [one for one in self.flying if one[0] <= self.now]
+        rng.shuffle(due)
+        for one in due:
+            self.flying.remove(one)
+            self.deliver(*one[1:])
+        for server, engine in enumerate(self.engines):
+            self.answer(server, engine.tick(self.now))
+
+    def die(self, worker: Worker) -> None:
+        worker.ended = "died"
+        self.flying = [one for one in self.flying if one[2] != worker.peer or self.rng.random() < 0.5]
+        for engine in self.engines:
+            for session in engine._sessions:
+                if session.peer == worker.peer:
+                    session.state, session.seen_at = ProcessState.ENDED, self.now
+
+    def post(self, server: int, peer: bytes, message: m.Request | m.Reply) -> None:
+        for _ in range(1 + (self.rng.random() < 0.1)):
+            if self.rng.random() >= self.loses:
+                self.flying.append((self.now + self.rng.choice([0.0, 0.0, 0.1, 1.0]), server, peer, message))
+
+    def deliver(self, server: int, peer: bytes, message: m.Request | m.Reply) -> None:
+        worker = self.workers[peer]
+        if isinstance(message, m.Request):
+            engine = self.engines[server]
+            before = self.round_of(server)
+            out = engine.handle(peer, message, self.now)
+            if self.round_of(server) > before and (space := engine.namespaces.get("j")) is not None:
+                self.totals[server][before] = float(space.shard.storage.padded[0][0])
+            self.answer(server, out)
+        elif not worker.ended:
+            worker.receive(server, message.number, message.body)
+
+    def answer(self, server: int, out: list[m.Outgoing]) -> None:
+        for one in out:
+            if one.peer in self.workers:
+                self.post(server, one.peer, one.reply)
+
+    def members(self) -> tuple[int, ...]:
+        space = self.engines[0].namespaces.get("j")
+        return () if space is None or space.views is None else space.views.current.ranks
+
+    def round_of(self, server: int) -> int:
+        space = self.engines[server].namespaces.get("j")
+        return space.rounds.shared.number(0) if space is not None and space.tables else 0
+
+    def check(self) -> None:
+        """Rounds that a worker has completed have the same members on all servers."""
+        completed = self.workers[b"0.1"].round
+        for round_ in range(1, completed):
+            sums = [totals.get(round_) for totals in self.totals]
+            assert len(set(sums)) == 1, (round_, sums)
+        if not self.dies:
+            failed = [one.ended for one in self.workers.values() if one.ended not in ("", "left")]
+            assert all(text.startswith(("FencedError", "ConfigurationError")) for text in failed), failed
+            assert completed > ROUNDS
+
+
+MISHAPS = [(0.0, 0.0), (0.1, 0.0), (0.1, 0.01)]
+"""(how often a message is lost, how often in a turn a process dies)"""
+
+
+def run(seeds: range, loses: float, dies: float) -> None:
+    for seed in seeds:
+        try:
+            with tiny_slices():
+                Simulation(seed, loses, dies).run()
+        except BaseException as error:
+            raise AssertionError(f"Simulation({seed}, {loses}, {dies})") from error
+
+
+@pytest.mark.parametrize(("loses", "dies"), MISHAPS)
+def test_no_two_servers_complete_a_round_with_different_members(loses: float, dies: float) -> None:
+    run(range(6), loses, dies)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("first", range(6, 306, 20))
+@pytest.mark.parametrize(("loses", "dies"), MISHAPS)
+def test_members_are_the_same_on_all_servers_in_many_schedules(first: int, loses: float, dies: float) -> None:
+    run(range(first, first + 20), loses, dies)
+
+
+def test_the_simulation_notices_if_commits_under_former_members_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "check_view", lambda *_: None)
+    with pytest.raises(AssertionError, match="Simulation"):
+        run(range(12), 0.0, 0.0)
