@@ -26,6 +26,9 @@ from tests.sim.schedule import Adding
 from tests.sim.workers import packed
 from tests.support.messages import contribution
 
+DEAD_AFTER = 20.0
+"""Seconds of silence after which a `Job` counts a rank as lost."""
+
 
 def client_of(num_servers: int, engines: Sequence[Engine] | None = None) -> Client:
     """The only worker of a job with so many servers; `engines` gives their places to hold on to them."""
@@ -86,7 +89,7 @@ class EngineJob:
         shape: tuple[int, ...] = (4, 2),
         leases: Leases | None = None,
     ) -> None:
-        self.engine = Engine(EngineConfig(), leases)
+        self.engine = Engine(EngineConfig(dead_after=DEAD_AFTER), leases)
         self.shape = shape
         self.slices = make_plan([TensorSpec("k", shape, "float32")], 1).slices
         self.workers = workers

@@ -53,7 +53,7 @@ class Job:
 
     def _note_parts(self) -> None:
         rounds, pieces = self.clients[0].rounds, self.tables[0].plan.slices_of(0)
-        take = rounds._take
+        receive = rounds._receive
 
         def note(round_: Any, server_request: Any, server: int, reply: m.ReplyBody) -> None:
             rows = (
@@ -62,9 +62,9 @@ class Job:
             for (word, _, kind, nbytes), payload in rows:
                 dtype = pieces[m.unpack_slot(word)[0]].dtype
                 self.parts.setdefault(dtype, set()).add((kind, nbytes // len(payload)))
-            take(round_, server_request, server, reply)
+            receive(round_, server_request, server, reply)
 
-        rounds._take = note  # type: ignore[method-assign]
+        rounds._receive = note  # type: ignore[method-assign]
 
 
 def sixteenths(seed: int, bits: int) -> Any:

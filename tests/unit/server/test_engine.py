@@ -15,7 +15,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, encode_rows
 from kvstore_server.transport.arena import Leases
-from tests.support.engines import EngineJob, plan_of
+from tests.support.engines import DEAD_AFTER, EngineJob, plan_of
 from tests.support.engines import EngineJob as Job
 from tests.support.messages import Done, contribution
 
@@ -128,7 +128,7 @@ def test_weights_of_a_table_that_cannot_be_used_any_more_are_not_handed_out() ->
     assert codes(job.pull(0)) == ["PlanMismatchError"]
 
 
-@pytest.mark.parametrize(("at", "code"), [(60.0, "DeadlineError"), (20.0, "WorkerLostError")])
+@pytest.mark.parametrize(("at", "code"), [(60.0, "DeadlineError"), (DEAD_AFTER, "WorkerLostError")])
 def test_a_barrier_ends_for_all_at_the_first_deadline_or_when_a_missing_rank_is_silent(
     at: float, code: str
 ) -> None:

@@ -12,6 +12,7 @@ from kvstore_server.engine.rounds import SYNCHRONOUS, Mode, Waiter
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.restarts import RESTARTS
+from tests.support.engines import DEAD_AFTER
 from tests.support.engines import EngineJob as Job
 
 STATE = b"cursor 7"
@@ -100,7 +101,7 @@ def test_a_rank_that_nobody_can_take_over_is_not_waited_for() -> None:
 def test_a_silent_resumable_rank_is_waited_for_beyond_the_time_after_which_it_counts_as_dead() -> None:
     job = resumable()
     job.commit(0, 2, 3.0, number=77, timeout=1e6)
-    assert job.tick(20.0 + REJOIN - 1.0, alive=(0,)) == {}
+    assert job.tick(DEAD_AFTER + REJOIN - 1.0, alive=(0,)) == {}
     assert codes(job.tick(2.0, alive=(0,))[0, 77]) == ["WorkerLostError"]
 
 
