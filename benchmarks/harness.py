@@ -63,13 +63,15 @@ def run_kvtrainer_job(
     timeout: float,
     checkout: str = "",
     environ: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
 ) -> Measured:
-    """Run `command --out FILE` as every worker of a job under kvlaunch; return what FILE holds then.
+    """Run `command --out FILE` as every worker of a job under kvlaunch with `flags`; return what FILE holds then.
 
     The job runs on the packages in the folder `checkout`, by default in that of this file.
     """
     folder = os.path.abspath(checkout or FOLDER)
-    launch = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", "-n", str(workers), "-s", str(servers), "--"]
+    launch = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", "-n", str(workers), "-s", str(servers)]
+    launch += [*flags, "--"]
     common = {**(environ or {}), "PYTHONPATH": folder}
     with Processes() as job:
         job.start([*launch, *command, "--out", str(job.out)], common, folder)

@@ -88,7 +88,7 @@ def _measure(
         measured = _run(system, command, options)
         for optimizer in optimizers:
             found = torch.from_numpy(np.load(f"{weights}.{optimizer}.npy"))
-            expected = _reference(table, optimizer, options.workers)
+            expected = reference(table, optimizer, options.workers)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     topology = f"{options.workers} x {options.servers}"
     return {harness.Case(table.name, topology, name): values for name, values in measured.items()}
@@ -108,7 +108,7 @@ def _run(system: str, arguments: list[str], options: argparse.Namespace) -> harn
 
 
 @functools.lru_cache(maxsize=4)
-def _reference(table: Table, optimizer: str, workers: int) -> torch.Tensor:
+def reference(table: Table, optimizer: str, workers: int) -> torch.Tensor:
     """The weights after all steps of torch's optimizer in this process."""
     step, weights = sparse_worker.start_torch(table, optimizer)
     grads = [Gradients(table, rank) for rank in range(workers)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,9 @@ Step = Callable[[Tensor], object]
 Weights = Callable[[], Tensor]
 
 
-def start_kvtrainer(table: Table, optimizer: str, store: Any) -> tuple[Step, Weights]:
+def start_kvtrainer(
+    table: Table, optimizer: str, store: Any, resumes: bool = False
+) -> tuple[Step, Weights]:
     """`Trainer.step`, with the optimizer in the store, and the table in the worker, too, unless it is for "pull"."""
     kvtrainer = importlib.import_module("kvtrainer")
     shape, rate = (table.rows, table.width), {"learning_rate": LEARNING_RATE}
@@ -30,6 +33,8 @@ def start_kvtrainer(table: Table, optimizer: str, store: Any) -> tuple[Step, Wei
     lazy = {} if optimizer == "adagrad" else {"lazy_update": True}
     parameter = Parameter(torch.from_numpy(table.first()))
     trainer = kvtrainer.Trainer([parameter], optimizer, {**rate, **lazy}, kvstore=store)
+    if resumes:
+        trainer.resume()
 
     def step(grad: Tensor) -> None:
         parameter.grad = grad
@@ -65,6 +70,7 @@ def start_torch(table: Table, optimizer: str, store: None = None) -> tuple[Step,
 
 SYSTEMS: dict[str, tuple[Callable[..., tuple[Step, Weights]], str | None]] = {
     "kvtrainer": (start_kvtrainer, "dist_sync"),
+    "resuming": (functools.partial(start_kvtrainer, resumes=True), "dist_sync"),
     "local": (start_kvtrainer, "local"),
     "torch": (start_torch, None),
 }

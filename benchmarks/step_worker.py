@@ -91,8 +91,10 @@ class TrainerStep(Parameters):
         compression: Mapping[str, str] | None = None,
         overlap: bool = False,
         hierarchy: bool = False,
+        resumes: bool = False,
     ) -> None:
         super().__init__()
+        self._resumes = resumes
         self._options: dict[str, Any] = {"compression_params": compression, "overlap": overlap}
         if hierarchy:  # other checkouts may not know it
             self._options["hierarchy"] = True
@@ -111,6 +113,8 @@ class TrainerStep(Parameters):
         self._trainer = self._kvtrainer.Trainer(
             self.parameters, name, options, kvstore=self._kv, **self._options
         )
+        if self._resumes:
+            self._trainer.resume()
 
     def end(self) -> None:
         super().end()
@@ -377,6 +381,7 @@ class _Dots(torch.nn.Module):
 STORES: dict[str, Callable[[], Store]] = {
     "trainer": TrainerStep,
     **{name: functools.partial(TrainerStep, compression=params) for name, params in CODECS.items()},
+    "resuming": functools.partial(TrainerStep, resumes=True),
     "by host": functools.partial(TrainerStep, hierarchy=True),
     "none": functools.partial(TrainerStep, None),
     "local": functools.partial(TrainerStep, "local"),

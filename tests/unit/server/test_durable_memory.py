@@ -128,9 +128,11 @@ def test_no_supervisor_at_the_address_is_an_error(tmp_path: Path) -> None:
 
 
 def written(*records: tuple[int, bytes], generation: int = 3) -> int:
+    """A log of these records, without the room behind its end."""
     log = Log(os.memfd_create("log"), generation)
     for kind, data in records:
         log.append(kind, data[:1], data[1:])
+    os.ftruncate(log.fd, log.end)
     return os.dup(log.fd)
 
 
@@ -141,6 +143,14 @@ def test_a_log_is_read_as_it_was_written() -> None:
     fd = written(*RECORDS)
     assert read_generation(fd) == 3
     assert list(read_records(fd)) == [Record(*one) for one in RECORDS]
+
+
+def test_a_log_grows_beyond_its_first_room() -> None:
+    log = Log(os.memfd_create("log"), 3)
+    records = [Record(at % 5, bytes([at]) * 5_000) for at in range(50)]
+    for one in records:
+        log.append(one.kind, one.data)
+    assert list(read_records(log.fd)) == records
 
 
 def test_bytes_behind_the_end_do_not_count() -> None:
