@@ -20,9 +20,7 @@ Step = Callable[[Tensor], object]
 Weights = Callable[[], Tensor]
 
 
-def start_kvtrainer(
-    table: Table, optimizer: str, store: Any, resumes: bool = False
-) -> tuple[Step, Weights]:
+def start_kvtrainer(table: Table, optimizer: str, store: Any, resumes: bool = False) -> tuple[Step, Weights]:
     """`Trainer.step`, with the optimizer in the store, and the table in the worker, too, unless it is for "pull"."""
     kvtrainer = importlib.import_module("kvtrainer")
     shape, rate = (table.rows, table.width), {"learning_rate": LEARNING_RATE}

@@ -18,6 +18,7 @@ QUESTIONS = (
     "compression",
     "ctr",
     "dense_sync",
+    "durability",
     "end_to_end",
     "key_scaling",
     "latency",
