@@ -9,6 +9,8 @@ Invariants:
 
 - A byte is copied to the shadow once between two commits: its value at the last commit.
 - The record follows the copy, and the change follows the record.
+- A change that is made again and again in the same parts of memory has an `UndoPlan`, which is recorded once. How many
+  of its parts are copied is a number in memory (`Progress`), so that copying a part takes no record.
 - The shadow keeps what it has until the next change of these bytes: the values before the last change. Which rows a
   change has protected is known as long as no later change protects rows of the same matrix (`former_rows`).
 - What is held (`hold`) stays protected over commits, until it is released: a change that is made in several commits is
@@ -17,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -37,7 +40,14 @@ Matrix = tuple[int, int, int]
 """Region, begin, and bytes of a row."""
 ProtectedRows = tuple[int, int, int, Ids]
 """The same, and which rows."""
-_RANGE, _ROWS = struct.Struct("<qqq"), struct.Struct("<qqqq")
+_RANGE, _ROWS, _PLAN, _COUNT = (struct.Struct(f"<{number}q") for number in (3, 4, 2, 1))
+RANGES, ROWS, PLAN = range(3)
+"""What a record says: ranges or rows that are protected, or a plan."""
+OWN = "journal."
+"""Begin of the keys of memory that belongs to the journal, and not to a namespace."""
+PROGRESS = OWN + "progress"
+"""Key of the memory of `Progress`."""
+NO_CHANGE = -1
 _ID = 8
 SHADOW = ".shadow"
 """End of the key of a region's shadow."""
@@ -79,21 +89,81 @@ class Ranges:
         return list(zip(self._begins, self._ends, strict=True))
 
 
+class UndoPlan:
+    """Parts of durable memory that are changed one after the other, made by `Journal.plan`.
+
+    Attributes:
+        copies: For each part, (target in a shadow, source) of what is copied before it is changed.
+        ranges: For each part, (region, begin, end) of the same.
+        recorded_in: The generation of the log that has it, under `number`; -1: none has.
+    """
+
+    def __init__(self) -> None:
+        self.copies: list[list[tuple[Bytes, Bytes]]] = []
+        self.ranges: list[list[tuple[int, int, int]]] = []
+        self.number = 0
+        self.recorded_in = -1
+
+    def packed(self) -> bytes:
+        data = [_PLAN.pack(self.number, len(self.ranges))]
+        for ranges in self.ranges:
+            data.append(_COUNT.pack(len(ranges)))
+            data += [_RANGE.pack(*one) for one in ranges]
+        return b"".join(data)
+
+
+class Progress:
+    """How far a change by a plan has got: three numbers in durable memory, each of which is stored at once.
+
+    They count only if the first one is that of the present change, so it is written last.
+    """
+
+    NBYTES = 24
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.numbers = region.bytes[: self.NBYTES].view(np.int64)
+
+    def begin(self, change: int, plan: int) -> None:
+        self.numbers[2] = 0
+        self.numbers[1] = plan
+        self.numbers[0] = change
+
+    def count(self, parts: int) -> None:
+        self.numbers[2] = parts
+
+    def read(self, change: int) -> tuple[int, int] | None:
+        """Return the plan's number, and how many of its parts may have changed; None: the change has no plan."""
+        found, plan, parts = self.numbers.tolist()
+        return (plan, parts) if found == change else None
+
+
 class Journal:
     """Protects what is changed in durable memory. Not thread-safe.
 
     Args:
-        record: Writes what is protected to the log: whether it is rows, and the data.
+        record: Writes to the log: one of `RANGES`, `ROWS` and `PLAN`, and the data.
 
     Attributes:
         number: Counts commits, and so identifies the present change.
+        generation: Of the log.
+        change: Identifies the present change to the next process, by the log alone; `NO_CHANGE` as long as there is no
+            log.
         is_open: Whether something was protected since the last commit.
     """
 
-    def __init__(self, memory: DurableMemory, record: Callable[[bool, bytes], object]) -> None:
+    def __init__(self, memory: DurableMemory, record: Callable[[int, bytes], object]) -> None:
         self.memory = memory
         self.number = 0
+        self.generation = 0
+        self.change = NO_CHANGE
         self.is_open = False
+        self._last_plan = 0
+        self._plan: UndoPlan | None = None
+        """The plan by which the present change is made, if it is by one."""
+        self._parts = 0
+        """How many parts of it are protected."""
+        self._progress: Progress | None = None
         self._record = record
         self._shadows: dict[int, Region] = {}
         self._ranges: dict[int, Ranges] = {}
@@ -112,11 +182,65 @@ class Journal:
             self._shadows[region.number] = found
         return found
 
+    def plan(self, parts: Iterable[Iterable[Tensor]]) -> UndoPlan:
+        """Return a plan for a change that is made part by part, each of some contiguous tensors, all of them disjoint.
+
+        What is not in durable memory is ignored.
+        """
+        found = UndoPlan()
+        self._last_plan += 1
+        found.number = self._last_plan
+        for tensors in parts:
+            places = [place for one in tensors if one.nbytes and (place := self.memory.find(one)) is not None]
+            found.ranges.append([(region.number, begin, end) for region, begin, end in places])
+            found.copies.append([
+                (self.shadow(region).bytes[begin:end], region.bytes[begin:end]) for region, begin, end in places
+            ])  # fmt: skip
+        return found
+
+    def begin_plan(self, plan: UndoPlan) -> bool:
+        """Begin a change by a plan; return False if that is not possible, because other things are protected already.
+
+        Then nothing was done, and `protect` has to be used.
+        """
+        if self.is_open or self._held or self.change == NO_CHANGE:
+            return False
+        if plan.recorded_in != self.generation:
+            self._record(PLAN, plan.packed())
+            plan.recorded_in = self.generation
+        region = self.memory.take(PROGRESS, Progress.NBYTES)
+        if self._progress is None or self._progress.region is not region:
+            self._progress = Progress(region)
+        self._progress.begin(self.change, plan.number)
+        self._plan, self._parts, self.is_open = plan, 0, True
+        return True
+
+    def protect_part(self, plan: UndoPlan, part: int) -> None:
+        """Keep the present values of a part, which is changed next; parts that are left out before it are kept, too."""
+        progress = self._progress
+        assert plan is self._plan
+        assert progress is not None
+        for copies in plan.copies[self._parts : part + 1]:
+            for target, source in copies:
+                np.copyto(target, source)
+        self._parts = part + 1
+        failpoint("server.journal.copied")
+        progress.count(part + 1)
+        failpoint("server.journal.recorded")
+
+    def _end_plan(self) -> None:
+        """Note what was protected by the plan like what is protected by ranges, because that may overlap it."""
+        plan, self._plan = self._plan, None
+        for number, begin, end in itertools.chain(*plan.ranges[: self._parts]) if plan is not None else ():
+            self._ranges.setdefault(number, Ranges()).add(begin, end)
+
     def protect(self, tensors: Iterable[Tensor]) -> None:
         """Keep the present values of contiguous tensors, which are changed next, until the next commit.
 
         What is not in durable memory is ignored: it does not outlive the process.
         """
+        if self._plan is not None:
+            self._end_plan()
         records = []
         for tensor in tensors:
             place = self.memory.find(tensor) if tensor.nbytes else None
@@ -131,9 +255,8 @@ class Journal:
                 records.append(_RANGE.pack(region.number, first, last))
         if records:
             self.is_open = True
-            failpoint("server.journal.copied")
-            self._record(False, b"".join(records))
-            failpoint("server.journal.recorded")
+            failpoint("server.journal.ranges_copied")
+            self._record(RANGES, b"".join(records))
 
     def _copy(self, region: Region, begin: int, end: int) -> None:
         """Copy a range to the shadow, except rows that are there already."""
@@ -148,6 +271,8 @@ class Journal:
 
     def protect_rows(self, rows: Tensor, ids: Tensor) -> None:
         """Like `protect`, for distinct rows of a contiguous matrix."""
+        if self._plan is not None:
+            self._end_plan()
         place = self.memory.find(rows) if rows.nbytes and len(ids) else None
         if place is None:
             return
@@ -176,7 +301,7 @@ class Journal:
         others.append((begin, width, news.copy()))
         self.is_open = True
         failpoint("server.journal.rows_copied")
-        self._record(True, pack_rows(region.number, begin, width, news))
+        self._record(ROWS, pack_rows(region.number, begin, width, news))
 
     def former_rows(self, rows: Tensor, change: int) -> tuple[Ids, Tensor] | None:
         """Return which rows of a contiguous matrix were protected before a change, and copies of their values then.
@@ -227,13 +352,23 @@ class Journal:
         """Return what is held, as a commit contains it; see `undo_ranges`."""
         return b"".join(_RANGE.pack(*one) for held in self._held.values() for one in held)
 
-    def commit(self) -> None:
-        """Note that the log has a commit with what is `held`: all other changes are complete."""
+    def begin_log(self, generation: int, change: int) -> None:
+        """Note that there is a new log, without what was recorded; nothing is protected, except what is held."""
+        self.generation, self.change = generation, change
+
+    def commit(self, change: int) -> None:
+        """Note that the log has a commit with what is `held`: all other changes are complete.
+
+        Args:
+            change: Identifies what changes next.
+        """
         self.rows_before |= join_rows(
             self.number, [(number, *one) for number, own in self._rows.items() for one in own]
         )
         self.number += 1
+        self.change = change
         self.is_open = False
+        self._plan = None
         self._ranges, self._rows = {}, {}
         for number, begin, end in [one for held in self._held.values() for one in held]:
             self._ranges.setdefault(number, Ranges()).add(begin, end)
@@ -266,6 +401,35 @@ def unpack_rows(data: bytes) -> ProtectedRows:
             f"the log names {count} rows of {width} bytes of memory {number} and contains {len(ids)}"
         )
     return number, begin, width, ids
+
+
+def undo_plan(
+    memory: DurableMemory, change: int, plans: Iterable[bytes], without: Collection[int] = ()
+) -> list[tuple[int, int, int]]:
+    """Copy back what was protected by a plan in the change that is not complete, if it is made by one.
+
+    Args:
+        plans: The records of all plans.
+
+    Returns, raises: like `undo_ranges`.
+    """
+    region = memory.known(PROGRESS)
+    progress = None if region is None else Progress(region).read(change)
+    if progress is None:
+        return []
+    number, count = progress
+    data = next((one for one in plans if _PLAN.unpack_from(one)[0] == number), None)
+    if data is None or not 0 <= count <= _PLAN.unpack_from(data)[1]:
+        raise RecoveryError(
+            f"memory was changed by a plan {number} of which {count} parts are not in the log"
+        )
+    undone, at = [], _PLAN.size
+    for _ in range(count):
+        [size] = _COUNT.unpack_from(data, at)
+        at += _COUNT.size
+        undone += undo_ranges(memory, data[at : at + size * _RANGE.size], without)
+        at += size * _RANGE.size
+    return undone
 
 
 def undo_ranges(

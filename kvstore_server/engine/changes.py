@@ -11,6 +11,9 @@ from torch import Tensor
 from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer.state import Entries
 
+_MOST_BASES = 1024
+"""Sets of tables whose rounds end together; more are forgotten and begin again with an image."""
+
 
 @dataclass
 class Changes:
@@ -46,6 +49,15 @@ class Changes:
     steps: dict[int, int] = field(default_factory=dict)
     """Table → the version after the last encoded change of weights in an image."""
 
+    bases: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    """Tables → the image from which increments of their numbers count; see `increments`."""
+    last_base: int = 0
+
+    def keep_base(self, tables: tuple[int, ...], base: Any) -> None:
+        if len(self.bases) >= _MOST_BASES:
+            self.bases.clear()
+        self.bases[tables] = base
+
     def note_tables(self, numbers: Iterable[int]) -> None:
         self.tables.update(numbers)
         self.mark()
@@ -55,8 +67,9 @@ class Changes:
         self.mark()
 
     def note_client(self, table: int, rank: int) -> None:
+        # Logged with the next change, such as the end of the round: until then the commit that brought it is not
+        # logged either, and both come again.
         self.clients.add((table, rank))
-        self.mark()
 
     def note_session(self, token: int) -> None:
         self.sessions.add(token)
@@ -77,7 +90,7 @@ class Changes:
         self.clients = set(space.client_states)
         self.has_members = self.has_optimizer = self.is_new = True
         self.num_declared = self.num_barriers = 0
-        self.entries, self.tensors, self.steps = {}, [], {}
+        self.entries, self.tensors, self.steps, self.bases = {}, [], {}, {}
 
     def clear(self) -> None:
         for some in (self.tables, self.hypers, self.clients, self.sessions):

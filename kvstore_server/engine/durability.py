@@ -20,15 +20,22 @@ import os
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvstore_server.durable.fd_store import PREFIX, FdStore, StoredDescriptor
 from kvstore_server.durable.journal import (
+    OWN,
+    PLAN,
+    PROGRESS,
+    RANGES,
+    ROWS,
     SHADOW,
     Journal,
     Matrix,
     RowsBefore,
     join_rows,
     pack_rows,
+    undo_plan,
     undo_ranges,
     undo_rows,
     unpack_rows,
@@ -44,6 +51,13 @@ from kvstore_server.engine.image import (
     restore_sessions,
     unpack,
 )
+from kvstore_server.engine.increments import (
+    RoundIncrements,
+    expanded,
+    increments_of,
+    note_base,
+    unpacked,
+)
 from kvstore_server.engine.membership import Sessions
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.engine.rounds import Mode
@@ -53,14 +67,20 @@ from kvstore_server.failpoints import failpoint
 _log = logging.getLogger(__name__)
 
 LOG = PREFIX + "log-"
-_HEAD, _MEMORY, _COMMIT, _RANGES, _ROWS, _ROWS_BEFORE = range(1, 7)
-"""Kinds of records: what the server is, a region, images, what the journal has protected (ranges, or rows), and rows
-that an earlier change has protected."""
+_HEAD, _MEMORY, _COMMIT, _RANGES, _ROWS, _ROWS_BEFORE, _PLAN, _ROUND = range(1, 9)
+"""Kinds of records: what the server is, a region, images, what the journal protects (ranges, or rows), rows that an
+earlier change has protected, what is protected by a plan, and a commit that changes an image by increments."""
+_PROTECTED = {RANGES: _RANGES, ROWS: _ROWS, PLAN: _PLAN}
 _CHANGE = struct.Struct("<q")
 _COMMIT_HEAD = struct.Struct("<qq")
 """The journal's number, and the bytes of what it holds."""
 _LEAST, _GROWTH = 1 << 20, 4
 """A log is replaced when it is longer than both: bytes, and times the length of its beginning."""
+
+
+def _change_after(generation: int, commits: int) -> int:
+    """Return what identifies a change: the log, and how many commits are before it."""
+    return generation << 32 | commits
 
 
 @dataclass(frozen=True)
@@ -114,9 +134,47 @@ class Stored:
     """The journal's number."""
     undo: list[Record]
     """What the journal has protected and not committed."""
+    plans: list[bytes]
+    """By which the journal may have protected more."""
+    commits: int
+    """How many are in the log."""
     rows_before: dict[Matrix, RowsBefore]
     """As in `Journal`."""
     kept: Sequence[StoredDescriptor]
+
+
+class _Images:
+    """The images of a namespace in a log, in order; of those that count from the same one only the last is kept."""
+
+    def __init__(self) -> None:
+        self._bases: dict[int, Image] = {}
+        self._found: dict[Any, Image] = {}
+        self._count = 0
+
+    def add(self, image: Image) -> None:
+        self._count += 1
+        self._found[self._count] = image
+        if "base" in image:
+            self._bases[image["base"]] = image
+
+    def grow(self, more: RoundIncrements) -> None:
+        base = self._bases.get(more.number)
+        if base is None:
+            raise RecoveryError(
+                f"the stored log has a round that counts from image {more.number}, which it has not"
+            )
+        for table, rank, states in more.clients:
+            self._put(("client", table, rank), {"clients": [[table, rank, states]]})
+        if more.hypers:
+            self.add({"hypers": more.hypers})
+        self._put(("round", more.number), expanded(base, more))
+
+    def _put(self, key: Any, image: Image) -> None:
+        self._found.pop(key, None)
+        self._found[key] = image
+
+    def all(self) -> list[Image]:
+        return list(self._found.values())
 
 
 def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
@@ -132,11 +190,12 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
     generation = max(logs)
     head: Head | None = None
     known: dict[int, tuple[int, str]] = {}
-    images: dict[int, list[Image]] = {}
+    images: dict[int, _Images] = {}
+    plans: list[bytes] = []
     undo: list[Record] = []
     rows_before: dict[Matrix, RowsBefore] = {}
     finished: list[str] = []
-    last = last_space = change = 0
+    last = last_space = change = commits = 0
     for record in read_records(logs[generation].fd):
         if record.kind == _HEAD:
             *values, last, last_space = unpack(record.data)
@@ -144,20 +203,32 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
         elif record.kind == _MEMORY:
             number, nbytes, key = unpack(record.data)
             known[number] = nbytes, key
-        elif record.kind == _COMMIT:
+        elif record.kind in (_COMMIT, _ROUND):
+            commits += 1
             change, size = _COMMIT_HEAD.unpack_from(record.data)
             rows_before |= join_rows(change, [unpack_rows(one.data) for one in undo if one.kind == _ROWS])
+            if record.kind == _ROUND:
+                undo = []
+                number, more = unpacked(record.data[_COMMIT_HEAD.size :])
+                if number not in images:
+                    raise RecoveryError(
+                        f"the stored log has a round of a namespace {number} that it does not have"
+                    )
+                images[number].grow(more)
+                continue
             first = _COMMIT_HEAD.size
             undo = [Record(_RANGES, record.data[first : first + size])]
             ended, news, names = unpack(record.data[first + size :])
             finished = finished if names is None else names
             for number, image in news:
-                images.setdefault(number, []).append(image)
+                images.setdefault(number, _Images()).add(image)
                 last_space = max(last_space, number)
             for number in ended:
                 images.pop(number, None)
         elif record.kind in (_RANGES, _ROWS):
             undo.append(record)
+        elif record.kind == _PLAN:
+            plans.append(record.data)
         elif record.kind == _ROWS_BEFORE:
             [of_change] = _CHANGE.unpack_from(record.data)
             rows_before |= join_rows(of_change, [unpack_rows(record.data[_CHANGE.size :])])
@@ -170,7 +241,7 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
     regions = []
     gone = set[int]()
     for number, (nbytes, key) in known.items():
-        if int(key.partition(".")[0]) not in images:
+        if not key.startswith(OWN) and int(key.partition(".")[0]) not in images:
             gone.add(number)  # of a namespace that has ended, or that no image names yet
             continue
         if number not in fds:
@@ -180,9 +251,11 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
             raise RecoveryError(f"memory {number} of this server ({key}) has {found} bytes, not {nbytes}")
         regions.append(Region(number, key, os.dup(fds[number])))
     last = max([last, *known, *fds])
+    spaces = {number: own.all() for number, own in images.items()}
     return Stored(
-        head, generation, last, regions, gone, images, last_space, finished, change, undo, rows_before, kept
-    )
+        head, generation, last, regions, gone, spaces, last_space, finished, change, undo, plans, commits, rows_before,
+        kept,
+    )  # fmt: skip
 
 
 class Durability:
@@ -197,6 +270,8 @@ class Durability:
         self._store = store
         self._stored = stored
         self._log: Log | None = None
+        self._commits = 0
+        """How many are in the log."""
         self._least = 0
         self.memory = DurableMemory(store, self._record_memory)
         self.journal = Journal(self.memory, self._record_protected)
@@ -244,13 +319,22 @@ class Durability:
         failpoint("server.commit.begin")
         # A namespace that was not accepted has numbers and no images.
         dirty = [name for name in self._numbers if name in self._dirty and name in namespaces]
-        images = [[self._numbers[name], make_image(namespaces[name], sessions)] for name in dirty]
         self._dirty.clear()
         held = self.journal.held()
-        data = pack([self._ended, images, list(finished) if self._ended else None])
-        self._log.append(_COMMIT, _COMMIT_HEAD.pack(self.journal.number, len(held)), held, data)
+        more = None
+        if len(dirty) == 1 and not held and not self._ended:
+            more = increments_of(namespaces[dirty[0]])
+        if more is not None:
+            self._log.append(
+                _ROUND, _COMMIT_HEAD.pack(self.journal.number, 0), more.packed(self._numbers[dirty[0]])
+            )
+        else:
+            images = [[self._numbers[name], self._image(namespaces[name], sessions)] for name in dirty]
+            data = pack([self._ended, images, list(finished) if self._ended else None])
+            self._log.append(_COMMIT, _COMMIT_HEAD.pack(self.journal.number, len(held)), held, data)
+        self._commits += 1
         failpoint("server.commit.logged")
-        self.journal.commit()
+        self.journal.commit(_change_after(self._log.generation, self._commits))
         ended = bool(self._ended)
         self._ended.clear()
         if ended or self._log.end > max(_LEAST, _GROWTH * self._least):
@@ -261,6 +345,12 @@ class Durability:
                 _log.warning(
                     "the log of this server's state grows, because a shorter one cannot be kept: %s", error
                 )
+
+    @staticmethod
+    def _image(space: Namespace, sessions: Sessions) -> Image:
+        image = make_image(space, sessions)
+        note_base(space, image)
+        return image
 
     # ---------------------------------------------------------------- the log
 
@@ -310,7 +400,7 @@ class Durability:
             assert space.changes is not None
             space.changes.note_all(space)
             space.changes.sessions.update(sessions.of_namespace(name))
-            images.append([self._numbers[name], make_image(space, sessions)])
+            images.append([self._numbers[name], self._image(space, sessions)])
         self._dirty.clear()
         held = self.journal.held()
         data = pack([[], images, list(finished)])
@@ -319,7 +409,8 @@ class Durability:
         # 2. From here on it counts.
         self._store.store(f"{LOG}{generation}", fd)
         failpoint("server.compact.stored")
-        self._log, self._least = log, log.end
+        self._log, self._least, self._commits = log, log.end, 1
+        self.journal.begin_log(generation, _change_after(generation, 1))
         if former is not None:
             self._store.remove(f"{LOG}{former.generation}")
             former.close()
@@ -349,7 +440,8 @@ class Durability:
                     if region.key.startswith(prefix) and region.key.removesuffix(SHADOW) not in used
                 }  # fmt: skip
         for region in self.memory.regions.values():
-            if region.key.partition(".")[0] in prefixes and region.key not in unused:
+            is_used = region.key.partition(".")[0] in prefixes and region.key not in unused
+            if is_used or (prefixes and region.key == PROGRESS):
                 found.add(region.number)
         return found
 
@@ -357,9 +449,9 @@ class Durability:
         if self._log is not None:  # otherwise `start` records all
             self._log.append(_MEMORY, pack([number, nbytes, key]))
 
-    def _record_protected(self, is_rows: bool, data: bytes) -> None:
+    def _record_protected(self, what: int, data: bytes) -> None:
         if self._log is not None:
-            self._log.append(_ROWS if is_rows else _RANGES, data)
+            self._log.append(_PROTECTED[what], data)
 
     # ---------------------------------------------------------------- after a restart
 
@@ -369,6 +461,8 @@ class Durability:
         for record in self._stored.undo:
             undo = undo_rows if record.kind == _ROWS else undo_ranges
             self._undone += undo(self.memory, record.data, self._stored.gone)
+        change = _change_after(self._stored.generation, self._stored.commits)
+        self._undone += undo_plan(self.memory, change, self._stored.plans, self._stored.gone)
 
     @property
     def finished(self) -> list[str]:

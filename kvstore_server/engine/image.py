@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from operator import is_
 from typing import Any, NamedTuple
 
 import msgpack
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from kvstore_server.commands import CommandAnswer
 from kvstore_server.durable.memory import typed
+from kvstore_server.engine.changes import Changes
 from kvstore_server.engine.membership import RankSession, Sessions
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.engine.rounds import Ints, RoundTracker
@@ -73,9 +75,9 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
         changes.num_barriers = space.membership.barrier_sequence
         image["sessions"] = _session_rows(sessions, changes.sessions)
     if changes.hypers:
-        image["hypers"] = _hypers(space, sorted(changes.hypers))
+        image["hypers"] = hyper_rows(space, sorted(changes.hypers))
     if changes.clients:
-        image["clients"] = [[*key, space.client_states.get(key, [])] for key in sorted(changes.clients)]
+        image["clients"] = client_rows(space)
     pipelined = [n for n in sorted(space.rounds.pipelined) if _undo_of(space.tables[n]) is not None]
     if pipelined:
         image["pipelined"] = pipelined
@@ -99,10 +101,16 @@ def make_common_image(space: Namespace) -> Image:
         ],
         "declared": [_declaration(space, table) for table in tables],
         "optimizer": space.optimizer.sent(),
-        "hypers": _hypers(space, range(len(tables))),
+        "hypers": hyper_rows(space, range(len(tables))),
         "clients": [[*key, states] for key, states in sorted(space.client_states.items())],
         "tables": _table_columns(space, tables),
     }  # fmt: skip
+
+
+def client_rows(space: Namespace) -> list[Any]:
+    """Return (table, rank, what its successor gets) where that has changed."""
+    assert space.changes is not None
+    return [[*key, space.client_states.get(key, [])] for key in sorted(space.changes.clients)]
 
 
 def _declaration(space: Namespace, table: Table) -> list[Any]:
@@ -240,29 +248,36 @@ def _end_of(values: Sequence[Any]) -> RoundEnd:
     )
 
 
+def end_rows(tables: Sequence[Table]) -> tuple[list[Any], list[Any]]:
+    """Return the ends of rounds, and for each table (rank, which of them)."""
+    ends = _Distinct()
+    of_ends = [[[rank, ends.index(end, _end_values)] for rank, end in table.ends.items()] for table in tables]
+    return ends.values, of_ends
+
+
 def _table_columns(space: Namespace, tables: Sequence[Table]) -> list[Any]:
     shared, numbers = space.rounds.shared, np.array([table.number for table in tables], np.int64)
-    ends = _Distinct()
-    of_ends = [
-        [[whose, ends.index(end, _end_values)] for whose, end in table.ends.items()] for table in tables
-    ]
     return [
         numbers.tobytes(),
         shared.numbers[numbers].tobytes(),
         shared.first_failed(numbers).tobytes(),
         _failures(shared, numbers.tolist()),
-        np.array(
-            [
-                (t.version, t.rounds_applied, t.keys_applied, t.undone, t.decisions_differing, t.last_rank,
-                 t.is_initialised)
-                for t in tables
-            ],
-            np.int64,
-        ).tobytes(),
-        ends.values,
-        of_ends,
+        _counters_of(tables).tobytes(),
+        *end_rows(tables),
         {table.number: to_wire(table.conflict) for table in tables if table.conflict is not None},
     ]  # fmt: skip
+
+
+COUNTERS = 7
+"""How many numbers `_counters_of` has of each table, its version first."""
+
+
+def _counters_of(tables: Sequence[Table]) -> Ints:
+    found = [
+        (t.version, t.rounds_applied, t.keys_applied, t.undone, t.decisions_differing, t.last_rank, t.is_initialised)
+        for t in tables
+    ]  # fmt: skip
+    return np.array(found, np.int64)
 
 
 def _failures(tracker: RoundTracker, numbers: Iterable[int]) -> list[Any]:
@@ -290,7 +305,8 @@ def _errors(rows: Iterable[Any]) -> dict[int, dict[int, KVStoreError]]:
     return {number: {at: from_wire(code, text) for at, code, text in found} for number, found in rows}
 
 
-def _hypers(space: Namespace, numbers: Sequence[int]) -> list[Any]:
+def hyper_rows(space: Namespace, numbers: Iterable[int]) -> list[Any]:
+    """Return the options that ranks have sent for some tables."""
     packed = _Distinct()
     rows = [
         [
@@ -371,31 +387,91 @@ def _segments_of(blocks: Mapping[int, int], storage: Storage, tables: Sequence[T
     return Segments(tuple(table.number for table in tables), runs, keys, np.array(slots, np.int64))
 
 
+def located(space: Namespace, tables: Sequence[Table]) -> Segments:
+    """Return where tables are in the shard; cached."""
+    storage, changes = space.shard.storage, space.changes
+    assert changes is not None
+    blocks = {id(block): number for number, block in enumerate(storage.all_blocks)}
+    key = tuple([table.number for table in tables])
+    found: Segments = changes.segments.get(key, _segments_of, blocks, storage, tables)
+    return found
+
+
+def _counts_in(space: Namespace, where: Segments) -> tuple[list[Ints], list[Ints]]:
+    """Return the update counts of keys, and of segments."""
+    shard, blocks = space.shard, space.shard.storage.all_blocks
+    counts = [shard.counts[first:end] for first, end in where.keys]
+    return counts, [blocks[block].states.steps[first:end] for block, first, end in where.runs]
+
+
+def image_numbers(
+    space: Namespace, ids: Ints, tables: Sequence[Table], where: Segments
+) -> tuple[Ints, list[int]]:
+    """Return the numbers that an image has of tables with those ids, as `COUNTERS` + 5 columns one behind the other.
+
+    The second value is the length of each column.
+    """
+    shared, number = space.rounds.shared, len(tables)
+    counts, steps = _counts_in(space, where)
+    protected = space.shard.storage.protected_at[where.slots]
+    parts = [
+        shared.numbers[ids],
+        shared.first_failed(ids),
+        _counters_of(tables).T.reshape(-1),
+        *counts,
+        *steps,
+        protected,
+    ]
+    lengths = [number] * (COUNTERS + 2) + [sum(map(len, counts)), sum(map(len, steps)), len(protected)]
+    return np.concatenate(parts), lengths
+
+
+def tensors_are_known(storage: Storage, changes: Changes) -> bool:
+    """Return whether images have named all memory of the optimizer's state."""
+    return all([_is_known(changes, number, block) for number, block in enumerate(storage.all_blocks)])
+
+
+def _is_known(changes: Changes, number: int, block: Block) -> bool:
+    known, tensors = changes.tensors[number] if number < len(changes.tensors) else None, block.states.tensors
+    return (
+        known is not None
+        and known.keys() == tensors.keys()
+        and all(map(is_, known.values(), tensors.values()))
+    )
+
+
+def entries_are_known(space: Namespace, where: Segments) -> bool:
+    """Return whether an image has named the entries of the state of all these segments."""
+    assert space.changes is not None
+    for block, first, end in where.runs:
+        known = space.changes.entries.get(block, ())
+        own = space.shard.storage.all_blocks[block].states.entries
+        if not all(map(is_, own[first:end], known[first:end])):
+            return False
+    return True
+
+
 def _shard_columns(space: Namespace, tables: Sequence[Table]) -> Image:
     """Return update counts, and which state each segment has; tensors of other shapes by value."""
     shard, changes = space.shard, space.changes
     assert changes is not None
     storage, kept = shard.storage, _Distinct()
-    at = {id(block): number for number, block in enumerate(storage.all_blocks)}
     found: Image = {}
     # 1. Flat state and its memory, if there is new one.
     for number, block in enumerate(storage.all_blocks):
-        known = changes.tensors[number] if number < len(changes.tensors) else None
-        if known is None or known.keys() != block.states.tensors.keys() or any(
-            known[name] is not tensor for name, tensor in block.states.tensors.items()
-        ):  # fmt: skip
+        if not _is_known(changes, number, block):
             found.setdefault("blocks", []).append([number, _memory_of(space, block)])
             changes.tensors[number : number + 1] = [dict(block.states.tensors)]
     # 2. Update counts and segments; those of a round in progress as they were before it.
     named = [table for table in tables if _undo_of(table) is None]
-    where = changes.segments.get(tuple([table.number for table in named]), _segments_of, at, storage, named)
-    counts = [shard.counts[first:end] for first, end in where.keys]
-    steps = [storage.all_blocks[block].states.steps[first:end] for block, first, end in where.runs]
+    where = located(space, named)
+    counts, steps = _counts_in(space, where)
     entries: list[list[int]] = []
-    for block, first, end in where.runs:
-        of_block = storage.all_blocks[block].states.entries
-        _collect_entries(changes.entries, entries, kept, block, first, of_block[first:end])
+    for at_block, first, end in where.runs:
+        of_block = storage.all_blocks[at_block].states.entries
+        _collect_entries(changes.entries, entries, kept, at_block, first, of_block[first:end])
     runs = list(where.runs)
+    at = {id(block): number for number, block in enumerate(storage.all_blocks)}
     for table in tables if len(named) < len(tables) else ():
         undo = _undo_of(table)
         for number, states in enumerate(undo.states if undo is not None else (), table.unit.first):
@@ -413,7 +489,7 @@ def _shard_columns(space: Namespace, tables: Sequence[Table]) -> Image:
     if entries:
         found["entries"] = [kept.values, entries]
     # 3. Where the weights are, and what else belongs to them.
-    slots = [where.slots, *(range(t.unit.first, t.unit.end) for t in named[len(where.tables) :])]
+    slots: list[Any] = [where.slots, *(range(t.unit.first, t.unit.end) for t in named[len(where.tables) :])]
     found["protected"] = np.concatenate([storage.protected_at[one] for one in slots]).tobytes()
     moved = [[slot, where] for slot, where in _moved(space, tables).items()]
     if moved or changes.steps.get(-1):
@@ -460,8 +536,9 @@ def _collect_entries(
     if len(before) < first + len(entries):
         before += [{}] * (first + len(entries) - len(before))
     for at, own in enumerate(entries, first):
-        if own is not before[at] and not (not own and not before[at]):
-            rows.append([block, at, kept.index(own, _entry_values)])
+        if own is not before[at]:
+            if own or before[at]:
+                rows.append([block, at, kept.index(own, _entry_values)])
             before[at] = own
 
 

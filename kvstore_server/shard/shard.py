@@ -52,6 +52,7 @@ from kvstore_server.shard.reduction import (
     part_of,
 )
 from kvstore_server.shard.storage import Block, Hypers, KeyLayout, Read, Storage, Undo, Unit
+from kvstore_server.shard.undo_plans import UndoPlans
 from kvstore_server.transport.arena import Leases
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
@@ -91,6 +92,7 @@ class Shard:
         self.units: list[Unit] = []
         self.storage = Storage(leases, journal, name)
         self._journal = journal
+        self._undo_plans = None if journal is None else UndoPlans(self.storage, journal)
         self._sums = Sums(self.storage)
         self._cuts = ViewCache()
         self.counts = np.zeros(0, np.int64)
@@ -369,7 +371,9 @@ class Shard:
         borrowed = contributions[0].borrowed if is_alone else {}
         if borrowed:
             self._cuts.begin()
-        for chunk in self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone):
+        chunks = self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone)
+        plan = None if self._undo_plans is None else self._undo_plans.begin(chunks)
+        for at, chunk in enumerate(chunks):
             if chunk.present is not None and not chunk.present.any():
                 continue
             given = self._sums.alone(chunk, contributions) if is_alone else None
@@ -378,8 +382,11 @@ class Shard:
                 if scale != 1.0:
                     total, scale = total.mul_(scale), 1.0
                 apply_decision(total, decision)
-            weight = self.storage.borrow(chunk.first, chunk.end)
-            self.storage.protect_state(chunk.block, chunk.place)
+            if plan is not None and self._journal is not None:
+                self._journal.protect_part(plan, at)
+            else:
+                self.storage.protect_state(chunk.block, chunk.place)
+            weight = self.storage.borrow(chunk.first, chunk.end, are_protected=plan is not None)
             if whole:
                 self._update_keys(optimizer, chunk, weight, total)
             else:

@@ -453,6 +453,11 @@ class Storage:
         return bool(self._moved)
 
     @property
+    def may_move(self) -> bool:
+        """Whether slots have moved out of their block, or would if they were written now."""
+        return bool(self._moved) or bool(self._leases and self._leases.held)
+
+    @property
     def blocks(self) -> list[Block]:
         return list({id(slot.block): slot.block for slot in self.slots}.values())
 
@@ -473,7 +478,7 @@ class Storage:
             are_protected: The journal protects what is written already.
         """
         counters = self.slots[first].block.counters if to_write else None
-        if to_write and (self._moved or (self._leases and self._leases.held)):
+        if to_write and self.may_move:
             for slot in range(first, end):
                 self.make_writable(slot)
         if to_write and self.journal is not None and not are_protected:
@@ -498,8 +503,11 @@ class Storage:
             self.journal.protect([weights, *written])
 
     def note_protected(self, first: int, end: int) -> None:
+        self.note_copied(slice(first, end))
+
+    def note_copied(self, slots: Counts | slice) -> None:
         assert self.journal is not None
-        self.protected_at[first:end] = self.journal.number * _KINDS + _COPIED
+        self.protected_at[slots] = self.journal.number * _KINDS + _COPIED
 
     def end_change(self, slots: Counts) -> None:
         """Record that a round of these slots has ended: those that it has not written are as they were before it."""

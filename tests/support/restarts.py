@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvstore_server.codec import make_codec, torch_dtype
 from kvstore_server.engine.engine import Engine
-from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.namespace import EngineConfig, Namespace
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode, RoundTracker
 from kvstore_server.engine.table import Table
 from kvstore_server.optimizer import create
@@ -287,7 +287,10 @@ def state_of(engine: Engine, name: str, with_versions: bool = True) -> dict[str,
     found["barrier"] = members.barrier_sequence, dict(members.gathered)
     found["members"] = sorted(members.members), members.departed, members.failed, members.finished
     found["left"] = space.rounds.left, members.resumable
-    found["clients"] = space.client_states
+    found["clients"] = {
+        (table, rank): [(at, state) for at, state in states if at < _open_round(space, rank, table)]
+        for (table, rank), states in space.client_states.items()
+    }
     found["optimizer"] = space.optimizer.sent()
     return found
 
@@ -297,6 +300,11 @@ def sessions_of(engine: Engine, name: str) -> dict[int, tuple[m.Hello, str | Non
     sessions = engine._sessions
     named = sessions.named(sessions.of_namespace(name))
     return {session.token: (session.hello, reason) for session, reason in named}
+
+
+def _open_round(space: Namespace, rank: int, table: int) -> int:
+    lane = space.rounds.lanes.get(rank)
+    return space.rounds.shared.number(table) if lane is None else max(lane.number(table), 1)
 
 
 def _failed(tracker: RoundTracker, table: int) -> tuple[int, dict[int, str]]:

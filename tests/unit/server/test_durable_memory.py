@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +24,19 @@ from kvstore_server.durable.fd_store import (
     inherited_descriptors,
     notify_address,
 )
-from kvstore_server.durable.journal import Journal, Ranges, undo_ranges, undo_rows
+from kvstore_server.durable.journal import (
+    PLAN,
+    PROGRESS,
+    RANGES,
+    ROWS,
+    Journal,
+    Progress,
+    Ranges,
+    UndoPlan,
+    undo_plan,
+    undo_ranges,
+    undo_rows,
+)
 from kvstore_server.durable.log import Log, Record, read_generation, read_records
 from kvstore_server.durable.memory import DurableMemory, Region
 from kvstore_server.errors import RecoveryError
@@ -35,10 +48,18 @@ class Held:
 
     def __init__(self) -> None:
         self.store = HeldDescriptors()
-        self.records: list[tuple[bool, bytes]] = []
+        self.records: list[tuple[int, bytes]] = []
         self.named: dict[int, str] = {}
         self.memory = DurableMemory(self.store, lambda number, _, key: self.named.update({number: key}))
-        self.journal = Journal(self.memory, lambda is_rows, data: self.records.append((is_rows, data)))
+        self.journal = Journal(self.memory, lambda what, data: self.records.append((what, data)))
+        self.journal.begin_log(1, 1)
+
+    def commit(self) -> None:
+        self.records[:] = [
+            (RANGES, self.journal.held()),
+            *[(what, data) for what, data in self.records if what == PLAN],
+        ]
+        self.journal.commit(self.journal.change + 1)
 
     def undone(self) -> DurableMemory:
         """The memory of a next process, after it has undone what is not committed."""
@@ -46,8 +67,10 @@ class Held:
         for name, fd in self.store.passed():
             number = int(name.rpartition("-")[2])
             memory.add(Region(number, self.named[number], fd))
-        for is_rows, data in self.records:
-            (undo_rows if is_rows else undo_ranges)(memory, data)
+        for what, data in reversed(self.records):
+            if what != PLAN:
+                (undo_rows if what == ROWS else undo_ranges)(memory, data)
+        undo_plan(memory, self.journal.change, [data for what, data in self.records if what == PLAN])
         return memory
 
 
@@ -256,6 +279,7 @@ CHANGES = st.lists(
         st.tuples(
             st.just("rows"), st.sampled_from([2, 4]), st.sets(st.integers(0, 15), min_size=1, max_size=6)
         ),
+        st.tuples(st.just("plan"), st.integers(0, 60), st.integers(1, 8)),
         st.tuples(st.just("commit"), st.just(0), st.just(0)),
         st.tuples(st.just("hold"), st.integers(0, 60), st.integers(1, 20)),
         st.tuples(st.just("release"), st.just(0), st.just(0)),
@@ -267,6 +291,7 @@ CHANGES = st.lists(
 @given(CHANGES, st.integers(0, 2**31))
 def test_what_is_not_committed_is_undone(changes: list[tuple[str, int, object]], seed: int) -> None:
     one, rng = Held(), np.random.default_rng(seed)
+    plans: dict[object, UndoPlan] = {}
     numbers = one.memory.take("a", 80).data
     numbers[:] = torch.from_numpy(rng.integers(0, 256, 80, np.uint8))
     committed, held_at = numbers.clone(), None
@@ -284,6 +309,18 @@ def test_what_is_not_committed_is_undone(changes: list[tuple[str, int, object]],
             rows, ids = numbers[: 16 * where].view(16, where), torch.tensor(sorted(more))
             one.journal.protect_rows(rows, ids)
             rows[ids] = torch.from_numpy(rng.integers(0, 256, (len(ids), where), np.uint8))
+        elif what == "plan":
+            # Three parts, of which the process may not get to the last ones.
+            assert isinstance(more, int)
+            parts = [numbers[at : min(at + more, 80)] for at in range(where, where + 3 * more, more)]
+            plan = plans.setdefault((where, more), one.journal.plan([part] for part in parts))
+            is_by_plan = one.journal.begin_plan(plan)
+            for at, part in enumerate(parts[: int(rng.integers(0, 4))]):
+                if is_by_plan:
+                    one.journal.protect_part(plan, at)
+                else:
+                    one.journal.protect([part])
+                part[:] = torch.from_numpy(rng.integers(0, 256, len(part), np.uint8))
         elif what == "release":
             one.journal.release("owner")
             held_at = None
@@ -293,12 +330,44 @@ def test_what_is_not_committed_is_undone(changes: list[tuple[str, int, object]],
             committed = numbers.clone()
             if held_at is not None:
                 committed[held_at] = before
-            one.records[:] = [(False, one.journal.held())]
-            one.journal.commit()
+            one.commit()
     undone = one.undone().regions[1].data
     # Held bytes that were released since the last commit, too, are as they were at that commit.
     assert undone.tolist() == committed.tolist()
     one.store.close()
+
+
+def test_progress_counts_only_for_the_change_and_the_plan_that_it_is_of(held: Held) -> None:
+    progress, numbers = Progress(held.memory.take(PROGRESS, Progress.NBYTES)), list[list[int]]()
+    progress.begin(7, 1)
+    progress.count(5)
+    # What a process finds that is killed after any of the stores of the next change.
+    progress.numbers = Stores(progress.numbers, numbers)  # type: ignore[assignment]
+    progress.begin(8, 2)
+    for stored in numbers:
+        assert (stored[2] == 0 and stored[1] == 2) or stored[0] != 8
+    assert numbers[-1] == [8, 2, 0]
+
+
+class Stores:
+    """An array that keeps what it contains after each store."""
+
+    def __init__(self, numbers: npt.NDArray[np.int64], after: list[list[int]]) -> None:
+        self._numbers, self._after = numbers, after
+
+    def __setitem__(self, at: int, number: int) -> None:
+        self._numbers[at] = number
+        self._after.append(self._numbers.tolist())
+
+
+def test_a_plan_that_the_log_does_not_have_is_refused(held: Held) -> None:
+    numbers = held.memory.take("a", 64).data
+    plan = held.journal.plan([[numbers[:32]], [numbers[32:]]])
+    assert held.journal.begin_plan(plan)
+    held.journal.protect_part(plan, 1)
+    held.records.clear()
+    with pytest.raises(RecoveryError, match="plan 1"):
+        held.undone()
 
 
 def test_the_shadow_keeps_the_former_values(held: Held) -> None:
@@ -306,7 +375,7 @@ def test_the_shadow_keeps_the_former_values(held: Held) -> None:
     numbers[:] = 1
     held.journal.protect([numbers])
     numbers[:] = 2
-    held.journal.commit()
+    held.commit()
     former = held.journal.former(numbers[4:8])
     assert former is not None
     assert former.tolist() == [1] * 4

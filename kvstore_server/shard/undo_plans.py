@@ -1,0 +1,72 @@
+"""Protects the chunks of an update by plans of the journal.
+
+Rounds of the same tables change the same memory, chunk by chunk: weights, their write counters, and optimizer state.
+What has to be copied before a chunk is updated is worked out once and kept as long as the chunks and the state are the
+same, so that a round costs the copies, and next to nothing for a small table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.durable.journal import Journal, UndoPlan
+from kvstore_server.shard.reduction import ReduceChunk
+from kvstore_server.shard.storage import Counts, Storage
+
+_MOST = 64
+"""Plans that are kept; a table has one for each set of keys that a round can leave out."""
+
+
+class _Planned(NamedTuple):
+    plan: UndoPlan
+    chunks: Sequence[ReduceChunk]
+    """Referenced, so that their identity stays their own."""
+    state: list[Tensor]
+    """All memory for optimizer state when the plan was made."""
+    slots: Counts
+
+
+class UndoPlans:
+    """Plans for the updates of a Shard."""
+
+    def __init__(self, storage: Storage, journal: Journal) -> None:
+        self._storage = storage
+        self._journal = journal
+        self._known: dict[int, _Planned] = {}
+        """By the identity of the chunks, which are cached themselves."""
+
+    def begin(self, chunks: Sequence[ReduceChunk]) -> UndoPlan | None:
+        """Begin to update chunks one after the other; each is then protected by `Journal.protect_part`.
+
+        Return None if they have to be protected in another way, because weights have moved or would, or because
+        something else was protected in the same change.
+        """
+        if self._journal.is_open or self._storage.may_move or not chunks:
+            return None
+        known = self._known.get(id(chunks))
+        state = [one for block in self._storage.all_blocks for one in block.states.tensors.values()]
+        if known is None or len(known.state) != len(state) or not all(map(is_, known.state, state)):
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            slots = np.concatenate([np.arange(chunk.first, chunk.end) for chunk in chunks])
+            known = _Planned(self._journal.plan(map(self._written_by, chunks)), chunks, state, slots)
+            self._known[id(chunks)] = known
+        if not self._journal.begin_plan(known.plan):
+            return None
+        self._storage.note_copied(known.slots)
+        return known.plan
+
+    def _written_by(self, chunk: ReduceChunk) -> Iterable[Tensor]:
+        """Return all memory that an update of a chunk writes."""
+        block, lines = chunk.block, self._storage.lines
+        yield block.weights[chunk.place]
+        for memory in block.states.tensors.values():
+            yield memory[chunk.place]
+        for row in () if block.counters is None else block.counters:
+            yield torch.from_numpy(row[lines[chunk.first].start : lines[chunk.end - 1].stop])
