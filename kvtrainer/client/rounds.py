@@ -494,8 +494,9 @@ class Rounds:
                     round_.finish(one, ())
             elif isinstance(reply, m.Members):
                 self._change_members(round_, request, at, reply)
-            elif table.round == reply.round:
-                # 4. Slices that never arrived.
+            elif table.round == reply.round and at in request.open:
+                # 4. Slices that never arrived, unless weights have overtaken this reply.
+                request.gather_again(at)
                 asked = [request.layout.slots.get(slot) for slot in reply.slots]
                 lost = sorted(set(request.given).intersection(asked))
                 _log.warning("%s lost %d slices of round %d; sending them again",

@@ -188,6 +188,15 @@ class ServerRequest:
         for at in self.open if self.incoming.are_wanted else ():
             self.incoming.roll_back(at)
 
+    def gather_again(self, at: int) -> None:
+        """Discard weights of a table that have come already, before its slices are gathered where these lie.
+
+        The commit follows the slices, so the server sends its weights again.
+        """
+        if self.incoming.are_wanted and not self.incoming.has_intent:
+            self.complete.discard(at)
+            self.incoming.roll_back(at)
+
     def messages(self, round_: RoundInputs, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
         """Make the messages of some slices. The last one has the commits of the tables that are still open."""
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout

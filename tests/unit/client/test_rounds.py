@@ -195,6 +195,25 @@ def test_slices_that_a_server_misses_are_sent_again_with_the_commit(near: None) 
     assert sum([len(body.pushes) for body in sent]) == len(bench.plan.slices) + 1
 
 
+@pytest.mark.parametrize("slices", [1, 4])
+def test_a_reply_about_lost_slices_that_weights_have_overtaken_changes_no_weights(
+    slices: int, near: None
+) -> None:
+    """Slices are gathered in the memory in which weights arrive."""
+
+    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
+        if server == 1 or len(bench.servers.bodies(m.Contribute, 0)) > sent_at_first:
+            return [bench.weights(server, 9.0)]
+        some = [torch.full((piece.length,), 9.0) for piece in bench.plan.slices_of(0)[:slices]]
+        return [weights(SLOT, some, 3), m.Missing(5, 3, (SLOT,))]
+
+    bench, sent_at_first = Bench(2, act, 8 * 4096), 99
+    round_ = bench.start()
+    sent_at_first = len(bench.servers.bodies(m.Contribute, 0))
+    bench.rounds.wait(round_)
+    assert _values(bench.out) == [9.0]
+
+
 def test_a_silent_server_is_named_and_its_tables_are_not_used_again() -> None:
     bench = Bench(2, lambda s, commit: [bench.weights(s, 9.0)] if s == 0 else [], dead_after=5.0)
     bench.servers.answer = _keeping(bench, lambda abort: True, silent=1)
