@@ -238,6 +238,8 @@ class Engine:
         self._finished = OrderedDict.fromkeys(self._durability.finished)
         self.namespaces = self._durability.restore(make_space, self._sessions, now)
         for name, space in self.namespaces.items():
+            job = _job_of(name)
+            self._returns[job] = max(self._returns.get(job, (0, 0)), space.returns)
             if not space.tables and space.membership.is_over(now, self.config.dead_after):
                 self._left[name] = _job_of(name)
 
@@ -1155,6 +1157,7 @@ class Engine:
             name, num_workers, mode, self.config, self.budget, self._leases, now, resumable, durable, views
         )
         space.membership.is_used_again = name in self._finished
+        space.returns = self._returns.get(_job_of(name), (0, 0))
         return space
 
     def _forget_if_silent(self, space: Namespace, silence: float) -> None:
@@ -1264,8 +1267,8 @@ class Engine:
         if sender.space.tables:
             raise ProtocolError("only a process that has not used the tables of a job yet may let it go back")
         generation, restored = self._returns.get(job, (0, 0))
-        if body.generation != generation:
-            if restored != body.round:
+        if body.generation <= generation:
+            if (generation, restored) != (body.generation, body.round):
                 raise ServerLostState(
                     f"job {job!r} has gone back to round {restored} of server {self.config.server} in the meantime; "
                     "start this process again"
@@ -1299,7 +1302,9 @@ class Engine:
             raise
         if job in self.namespaces:
             self.namespaces[job].membership.may_skip_barriers = True
-        self._returns[job] = generation + 1, body.round
+        self._returns[job] = body.generation, body.round
+        for space in spaces_beside(job, self.namespaces):
+            space.returns = self._returns[job]
         failpoint("server.snapshot.restored")
         _log.warning("job %r goes back to round %d", job, body.round)
         return out + _make_status(sender)
@@ -1324,9 +1329,9 @@ class Engine:
         return out
 
     def _restore_space(self, job: str, stored: StoredSpace, now: float) -> None:
-        former, num_workers, *mode, initial, least = stored.image["space"]
+        former, num_workers, *mode = stored.image["space"]
         name = job + former[len(former.partition("/")[0]) :]
-        space = self._make_space(name, num_workers, Mode(*mode), now, (initial, least))
+        space = self._make_space(name, num_workers, Mode(*mode), now, (0, 0))
         space.begin()
         self.namespaces[name] = space
         restore_space(space, stored, self._sessions)

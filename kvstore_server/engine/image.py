@@ -65,6 +65,7 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
         terms = [mode.name, mode.staleness, mode.slow_down, mode.by_host]
         views = (0, 0) if space.views is None else space.views.terms[1:]
         image["space"] = [space.name, space.membership.num_workers, *terms, *views]
+        image["returns"] = list(space.returns)
     declared = [_declaration(space, table) for table in space.tables[changes.num_declared :]]
     if declared:
         image["declared"] = declared
@@ -663,6 +664,8 @@ def _ints(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def apply_image(space: Namespace, sessions: Sessions, image: Image) -> None:
     """Set what an image says, in a namespace that has its tables and its optimizer."""
+    if "returns" in image:
+        space.returns = tuple(image["returns"])
     if "members" in image:
         _apply_members(space, sessions, image["members"])
     if "hypers" in image:

@@ -215,6 +215,8 @@ class Namespace:
         """(table, rank) → (round, `client_state`) of the rank's latest two commits with one, in order."""
         self.restored_round = 0
         """The round to which the namespace has gone back by a snapshot; 0: it has not."""
+        self.returns = (0, 0)
+        """How often its job has gone back to a snapshot on this server, and to which round the last time."""
         self._dtypes: list[torch.dtype] = []
         """The dtype of each slot."""
         self._is_resident: list[bool] = []

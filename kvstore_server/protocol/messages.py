@@ -207,7 +207,7 @@ class Snapshot:
     round: int = 0
     """To go back to; 0: to the beginning."""
     generation: int = 0
-    """How often the server had gone back, as it said; if it is another one now, nothing is changed."""
+    """How often the job will have gone back then; a server that has gone back as often changes nothing."""
     has_tables: bool = True
     """Whether the server has a part of the job's tables, and so of the snapshot."""
 

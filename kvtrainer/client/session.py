@@ -385,16 +385,17 @@ class Session:
         found = self.call_all([(server, m.Snapshot("list")) for server in servers], timeout)
         offers = [read_offer(one.values) for one in found if isinstance(one, m.Status)]
         self.restored_round = max(one.restored for one in offers)
-        cut = choose_cut(offers)
-        if cut is None:
+        found_cut = choose_cut(offers)
+        if found_cut is None:
             return
+        cut, generation = found_cut
         if "/" in self.options.namespace:
             raise ServerLostState(
                 "a server was restarted and has lost the state of this job; start this process again"
             )
-        for server, offer in zip(servers, offers, strict=True):
+        for server in servers:
             # Reading it takes long, and is done before the answer.
-            body = m.Snapshot("restore", cut.round, offer.generation, server in cut.holders)
+            body = m.Snapshot("restore", cut.round, generation, server in cut.holders)
             self.call(server, body, timeout + self.options.timeout)
             failpoint("worker.connect.next_return")
         self.restored_round = cut.round

@@ -19,6 +19,9 @@ class StoredCut(NamedTuple):
     """The servers on which the job has tables."""
 
 
+_BEGINNING = StoredCut(0, frozenset())
+
+
 class ServerOffer(NamedTuple):
     """What one server says of a job.
 
@@ -49,8 +52,18 @@ def read_offer(values: Mapping[str, Any]) -> ServerOffer:
         raise ProtocolError(f"a server says of its snapshots {values!r:.200}: {error!r}") from None
 
 
-def choose_cut(offers: Sequence[ServerOffer]) -> StoredCut | None:
-    """Return to what a job goes back, with round 0 for its beginning; None if no server has lost anything.
+class Return(NamedTuple):
+    """To what a job goes back: to its beginning if the round is 0; and how often it has gone back then."""
+
+    cut: StoredCut
+    generation: int
+
+
+def choose_cut(offers: Sequence[ServerOffer]) -> Return | None:
+    """Return to what a job goes back; None if no server has lost anything.
+
+    A server that has gone back less often than others was killed before it could, and counts like one that has lost
+    its state. If the others have ended no round since they went back, it follows them.
 
     Raises:
         ServerLostState: A server has lost what it held, and no snapshot is on all servers.
@@ -59,18 +72,26 @@ def choose_cut(offers: Sequence[ServerOffer]) -> StoredCut | None:
     live = [one for one in offers if one.round > 0]
     cuts = [cut for one in offers for cut in one.cuts]
     told = [one.holders for one in live] or [cut.holders for cut in cuts]
-    needed = frozenset[int]().union(*told)
-    lost = sorted(at for at in needed if at < len(offers) and offers[at].round < 0)
+    needed = [at for at in sorted(frozenset[int]().union(*told)) if at < len(offers)]
+    generation = max([offers[at].generation for at in needed], default=0)
+    ahead = [offers[at] for at in needed if offers[at].generation == generation]
+    lost = [at for at in needed if offers[at].round < 0 or offers[at].generation < generation]
     if not lost:
         return None
-    # 2. The latest one that all have.
+    # 2. What some servers have gone back to already.
+    restored = ahead[0].restored
+    if generation and all(one.restored == restored == max(one.round, 0) for one in ahead):
+        begun = [cut for at in lost for cut in offers[at].cuts if cut.round == restored]
+        if len(begun) == len(lost) or not restored:
+            return Return(begun[0] if restored else _BEGINNING, generation)
+    # 3. The latest one that all have.
     at_server = [{cut.round for cut in one.cuts} for one in offers]
     common = [
         cut for cut in cuts if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
     ]
     if common:
-        return max(common, key=lambda cut: cut.round)
-    # 3. Before the first one, the job begins again. What is later than that is not given up without being asked.
+        return Return(max(common, key=lambda cut: cut.round), generation + 1)
+    # 4. Before the first one, the job begins again. What is later than that is not given up without being asked.
     least = min(one.every for one in offers)
     latest = max([cut.round for cut in cuts] + [one.round - least for one in live], default=0)
     if latest > least or not least:
@@ -79,4 +100,4 @@ def choose_cut(offers: Sequence[ServerOffer]) -> StoredCut | None:
             f"its servers: they have those of rounds {[sorted(one) for one in at_server]}. Start the job with an empty "
             "--state-dir, from its last saved states"
         )
-    return StoredCut(0, frozenset())
+    return Return(_BEGINNING, generation + 1)

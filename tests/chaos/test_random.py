@@ -69,8 +69,9 @@ def schedule(seed: int) -> Iterator[Event]:
             yield after, partial(kill, at=at)
 
 
-def check(case: str, way: str, seed: int, folder: Path, expected: list[str]) -> Outcome:
-    with Job(case, ROUNDS, folder, {"KVSTORE_TRANSPORT": way}, stopped=lambda job, member: None) as job:
+def check(case: str, way: str, seed: int, folder: Path, expected: list[str], faults: str = "") -> Outcome:
+    environ = {"KVSTORE_TRANSPORT": way, "KVSTORE_FAULTS": faults}
+    with Job(case, ROUNDS, folder, environ, stopped=lambda job, member: None) as job:
         outcome = job.run(schedule(seed))
     check_bits(outcome, expected)
     return outcome
@@ -99,6 +100,20 @@ def test_many_random_schedules_leave_the_same_bits(
     outcome = check(case, way, seed, tmp_path, undisturbed(case, ROUNDS))
     # One that was replaced is fenced, unless it had ended its work or was killed.
     assert set(outcome.codes) <= {REPLACED, 0, -signal.SIGKILL}
+
+
+@pytest.mark.parametrize(
+    ("case", "way", "seed"),
+    [
+        pytest.param(case, way, seed, marks=() if (case, seed) == ("momentum", 2) else pytest.mark.chaos)
+        for case, way, seed in with_transport([(case, seed) for case in TRAININGS for seed in range(6)])
+    ],
+)
+def test_deaths_over_a_network_that_loses_delays_and_repeats_leave_the_same_bits(
+    case: str, way: str, seed: int, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    faults = f"drop=0.003,delay=0.1,duplicate=0.1,seconds=0.02,seed={seed}"
+    check(case, way, seed, tmp_path, undisturbed(case, ROUNDS), faults)
 
 
 def test_a_schedule_repeats_and_has_all_kinds_of_events() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore_server.errors import ProtocolError, ServerLostState
-from kvtrainer.client.snapshots import ServerOffer, StoredCut, choose_cut, read_offer
+from kvtrainer.client.snapshots import Return, ServerOffer, StoredCut, choose_cut, read_offer
 
 BOTH = frozenset({0, 1})
 
@@ -35,7 +35,34 @@ def test_a_job_goes_back_to_the_latest_round_that_all_servers_have_if_one_has_lo
     offers: list[ServerOffer], expected: int | None
 ) -> None:
     found = choose_cut(offers)
-    assert (None if found is None else found.round) == expected
+    assert (None if found is None else (found.cut.round, found.generation)) == (
+        None if expected is None else (expected, 1)
+    )
+
+
+def returned(round_: int, restored: int, *cuts: int, times: int = 1) -> ServerOffer:
+    return offer(round_, *cuts)._replace(generation=times, restored=restored)
+
+
+@pytest.mark.parametrize(
+    ("offers", "expected"),
+    [
+        ([returned(100, 100, 50, 100), returned(104, 100, 50, 100)], None),
+        # One was killed before it could go back, and has the state of before.
+        ([returned(100, 100, 50, 100), offer(107, 50, 100)], Return(StoredCut(100, BOTH), 1)),
+        ([returned(100, 100, 50, 100), offer(100, 50, 100)], Return(StoredCut(100, BOTH), 1)),
+        ([returned(-1, 0), offer(30)], Return(StoredCut(0, frozenset()), 1)),
+        # It has lost its state after they went on.
+        ([returned(120, 50, 50, 100), offer(-1, 50, 100)], Return(StoredCut(100, BOTH), 2)),
+        # The snapshot is damaged there.
+        ([returned(100, 100, 50, 100), offer(107, 50)], Return(StoredCut(50, BOTH), 2)),
+    ],
+)
+def test_a_server_that_was_killed_before_it_went_back_follows_the_others(
+    offers: list[ServerOffer], expected: Return | None
+) -> None:
+    for some in (offers, offers[::-1]):
+        assert choose_cut(some) == expected
 
 
 @pytest.mark.parametrize(

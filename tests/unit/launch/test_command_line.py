@@ -91,7 +91,7 @@ def test_servers_are_supervised_where_they_come_back_with_their_weights(
     given: list[tuple[Any, ...]], flags: list[str], supervised: bool
 ) -> None:
     assert kvlaunch.main(["-n", "1", "-s", "2", *flags, "true"]) == 0
-    _, _, servers, *_, restarts, restarts_of_lost = given[-1]
+    _, _, servers, *_, restarts, restarts_of_lost, _ = given[-1]
     assert restarts == (3 if flags else 0)
     assert restarts_of_lost == 0
     for command in servers:
@@ -102,7 +102,7 @@ def test_servers_are_supervised_where_they_come_back_with_their_weights(
 def test_lost_servers_are_started_again_where_they_write_snapshots(given: list[tuple[Any, ...]]) -> None:
     flags = ["--restart", "3", "--state-dir", "there", "--snapshot-every", "7"]
     assert kvlaunch.main(["-n", "1", *flags, "true"]) == 0
-    _, _, _, environ, *_, restarts_of_lost = given[-1]
+    _, _, _, environ, *_, restarts_of_lost, _ = given[-1]
     assert restarts_of_lost == 3
     assert (environ["KVSTORE_STATE_DIR"], environ["KVSTORE_SNAPSHOT_EVERY"]) == ("there", "7")
 
