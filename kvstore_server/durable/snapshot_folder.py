@@ -66,7 +66,7 @@ class SnapshotName(NamedTuple):
         return f"snapshot {self.tag!r}" if self.tag else f"the snapshot of round {self.round}"
 
 
-class Snapshot(NamedTuple):
+class StoredSnapshot(NamedTuple):
     """A snapshot that is on the disk.
 
     Args:
@@ -179,11 +179,11 @@ class SnapshotFolder:
         """Remove a snapshot, if it exists. Raises OSError."""
         self._set_aside(self.folder / name.path)
 
-    def all(self) -> list[Snapshot]:
+    def all(self) -> list[StoredSnapshot]:
         """Return the snapshots of this server whose manifests are whole; others are named in the log."""
         return _snapshots_in(self.folder)
 
-    def put_aside(self, snapshot: Snapshot) -> None:
+    def put_aside(self, snapshot: StoredSnapshot) -> None:
         """Rename a damaged snapshot, so that it is not offered again and can still be looked at."""
         with suppress(OSError):
             os.rename(snapshot.folder, snapshot.folder.with_name(f"damaged-{snapshot.folder.name}"))
@@ -219,7 +219,7 @@ class _Checksummed:
         self.nbytes += len(view)
 
 
-def _snapshots_in(folder: Path) -> list[Snapshot]:
+def _snapshots_in(folder: Path) -> list[StoredSnapshot]:
     found = []
     with suppress(OSError):
         for path in sorted(folder.iterdir()):
@@ -232,7 +232,7 @@ def _snapshots_in(folder: Path) -> list[Snapshot]:
     return found
 
 
-def read_snapshot(folder: Path) -> Snapshot:
+def read_snapshot(folder: Path) -> StoredSnapshot:
     """Read the manifest of a snapshot. Raises RecoveryError if it is missing, damaged or of another version."""
     path = folder / _MANIFEST
     try:
@@ -252,7 +252,7 @@ def read_snapshot(folder: Path) -> Snapshot:
     name = SnapshotName(content["job"], content["round"], content["tag"])
     if name.path != folder.name:
         raise RecoveryError(f"{path} is the manifest of {name} of {name.job!r}, which lies in {name.path}")
-    return Snapshot(name, folder, content["facts"], *content["tensors"])
+    return StoredSnapshot(name, folder, content["facts"], *content["tensors"])
 
 
 def _sealed(content: Mapping[str, Any]) -> bytes:
@@ -288,6 +288,6 @@ def _force_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def kept_of(snapshots: Iterable[Snapshot], count: int) -> list[Snapshot]:
+def kept_of(snapshots: Iterable[StoredSnapshot], count: int) -> list[StoredSnapshot]:
     """Return the latest snapshots, up to a count; those with tags do not count."""
     return sorted([one for one in snapshots if not one.name.tag], key=lambda one: one.name.round)[-count:]

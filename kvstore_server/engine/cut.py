@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
-from kvstore_server.durable.snapshot_folder import Snapshot
+from kvstore_server.durable.snapshot_folder import StoredSnapshot
 from kvstore_server.engine.image import Image, apply_image, make_common_image, pack, register_of, unpack
 from kvstore_server.engine.membership import Sessions
 from kvstore_server.engine.namespace import Namespace
@@ -145,7 +145,7 @@ class StoredSpace:
         return str(self.image["space"][0])
 
 
-def read_spaces(snapshot: Snapshot) -> list[StoredSpace]:
+def read_spaces(snapshot: StoredSnapshot) -> list[StoredSpace]:
     """Read all of a snapshot. Raises RecoveryError if it is damaged, or contradicts itself."""
     tensors = dict(snapshot.tensors())
     try:

@@ -14,7 +14,7 @@ from kvstore_server.engine import pipelined
 from kvstore_server.engine.namespace import EngineConfig, Namespace
 from kvstore_server.engine.rounds import DelayedRequest, Waiter
 from kvstore_server.engine.table import ALL
-from kvstore_server.engine.views import View, Views
+from kvstore_server.engine.views import MemberView, Views
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError, WorkerLostError, to_wire
 from kvstore_server.protocol import messages as m
 
@@ -173,7 +173,7 @@ def check_view(space: Namespace, rank: int, waiter: Waiter, body: m.Contribute) 
 
     Raises ProtocolError if there cannot be such a view.
     """
-    views, shared, view = space.views, space.rounds.shared, View(body.view, body.members)
+    views, shared, view = space.views, space.rounds.shared, MemberView(body.view, body.members)
     assert views is not None
     number, round_ = body.commits[0, :2].tolist()
     opened = shared.number(number)

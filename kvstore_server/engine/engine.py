@@ -54,7 +54,7 @@ from kvstore_server.engine.rounds import (
     RoundTracker,
     Waiter,
 )
-from kvstore_server.engine.snapshots import Snapshots, job_of, spaces_beside
+from kvstore_server.engine.snapshots import Snapshots, job_of, spaces_of_job
 from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.engine.views import Views
 from kvstore_server.errors import (
@@ -1247,7 +1247,7 @@ class Engine:
 
     def _offer(self, job: str) -> Mapping[str, Any]:
         """Return what this server holds of a job, and to which rounds it can go back."""
-        spaces = spaces_beside(job, self.namespaces)
+        spaces = spaces_of_job(job, self.namespaces)
         rounds = [int(n) for one in spaces for n in one.rounds.shared.numbers[: len(one.tables)]]
         known = () if self.snapshots is None else self.snapshots.of_job(job_of(job))
         generation, restored = self._returns.get(job, (0, 0))
@@ -1297,13 +1297,13 @@ class Engine:
             for one in stored:
                 self._restore_space(job, one, sender.now)
         except Exception:
-            for space in spaces_beside(job, self.namespaces):
+            for space in spaces_of_job(job, self.namespaces):
                 self._end(space)  # what is there in part would be taken for the job's state
             raise
         if job in self.namespaces:
             self.namespaces[job].membership.may_skip_barriers = True
         self._returns[job] = body.generation, body.round
-        for space in spaces_beside(job, self.namespaces):
+        for space in spaces_of_job(job, self.namespaces):
             space.returns = self._returns[job]
         failpoint("server.snapshot.restored")
         _log.warning("job %r goes back to round %d", job, body.round)
@@ -1311,7 +1311,7 @@ class Engine:
 
     def _give_up(self, job: str, error: KVStoreError, sender: Sender) -> list[m.Outgoing]:
         """End the namespaces of a job that have tables, and all sessions of processes that used them."""
-        spaces = spaces_beside(job, self.namespaces)
+        spaces = spaces_of_job(job, self.namespaces)
         sessions = [one for one in self._sessions if _job_of(one.hello.namespace) == job]
         # A process that has come since a server was lost has no session in these namespaces.
         names = {space.name for space in spaces}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from kvstore_server.budget import Budget
 from kvstore_server.durable.background import BackgroundTask, Task
-from kvstore_server.durable.snapshot_folder import Snapshot, SnapshotFolder, SnapshotName, kept_of
+from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, StoredSnapshot, kept_of
 from kvstore_server.engine.cut import CopyBuffer, SpaceCut, describe_cut, make_cut, tensors_of
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.errors import ConfigurationError, KVStoreError, describe
@@ -73,7 +73,7 @@ class Snapshots:
         """What the log has said of a job."""
         self._problem = ""
         """Why the last snapshot was not written; empty if it was."""
-        self._known: list[Snapshot] = folder.all()
+        self._known: list[StoredSnapshot] = folder.all()
 
     # ---------------------------------------------------------------- taking them
 
@@ -92,7 +92,7 @@ class Snapshots:
         ):
             return
         # 1. Have all tables of the job ended as many rounds?
-        of_job = spaces_beside(space.name, namespaces)
+        of_job = spaces_of_job(space.name, namespaces)
         numbers = {int(n) for one in of_job for n in one.rounds.shared.numbers[: len(one.tables)]}
         if len(numbers) > 1 and space.mode.is_sync:
             self._say_uneven(space.name, max(numbers))
@@ -165,7 +165,7 @@ class Snapshots:
         self._problem = describe(error)
         _log.error("%s of %r was not written, training goes on: %s", name, name.job, error)
 
-    def _remove(self, snapshots: Iterable[Snapshot]) -> None:
+    def _remove(self, snapshots: Iterable[StoredSnapshot]) -> None:
         for one in snapshots:
             try:
                 self._folder.remove(one.name)
@@ -179,12 +179,12 @@ class Snapshots:
         """The round of the latest snapshot of any job; 0 if there is none."""
         return max([one.name.round for one in self._known if not one.name.tag], default=0)
 
-    def of_job(self, job: str) -> list[Snapshot]:
+    def of_job(self, job: str) -> list[StoredSnapshot]:
         """Return the snapshots of a job from which it can go on by itself, the latest last."""
         self.settle()
         return kept_of([one for one in self._known if one.name.job == job], KEPT + 1)
 
-    def find(self, job: str, round_: int) -> Snapshot:
+    def find(self, job: str, round_: int) -> StoredSnapshot:
         """Return a snapshot of a job. Raises ConfigurationError if there is none of that round."""
         for one in self.of_job(job):
             if one.name.round == round_:
@@ -193,7 +193,7 @@ class Snapshots:
             f"there is no snapshot of round {round_} of {job!r} in {self._folder.folder}"
         )
 
-    def put_aside(self, snapshot: Snapshot) -> None:
+    def put_aside(self, snapshot: StoredSnapshot) -> None:
         self._folder.put_aside(snapshot)
         self._known = self._folder.all()
 
@@ -240,7 +240,7 @@ class _Writing(NamedTuple):
     task: Task
 
 
-def spaces_beside(name: str, namespaces: Mapping[str, Namespace]) -> list[Namespace]:
+def spaces_of_job(name: str, namespaces: Mapping[str, Namespace]) -> list[Namespace]:
     """Return the namespaces of the same attempt of a job that have tables, by name."""
     job = name.partition("/")[0]
     return [one for other, one in sorted(namespaces.items()) if one.tables and other.partition("/")[0] == job]

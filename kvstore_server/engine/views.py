@@ -9,7 +9,7 @@ there a new view is made. Workers carry it to the other servers with their commi
   already; then it counts once more. The others, if they have committed, are told to commit again with the new view.
 - A round is complete when all members of one view have committed it under the number of that view.
 
-View numbers only grow. A server that meets a higher number adopts that view and forgets commits under lower ones; it
+MemberView numbers only grow. A server that meets a higher number adopts that view and forgets commits under lower ones; it
 refuses commits under lower numbers than its own. Therefore two servers can apply a round with different members only
 if a rank is lost between its commits to them; the commits under the new view then find the round over, and it fails
 everywhere (`is_conflict`).
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from kvstore_server.errors import ConfigurationError, ProtocolError
 
 
-class View(NamedTuple):
+class MemberView(NamedTuple):
     number: int
     ranks: tuple[int, ...]
     """Ascending."""
@@ -53,7 +53,7 @@ class Views:
                 "first number must lie between the other two, and at least one worker must be left"
             )
         self.capacity, self.initial, self.least = capacity, initial, least
-        self.current = View(0, tuple(range(initial)))
+        self.current = MemberView(0, tuple(range(initial)))
         self.ended = 0
         self.since: dict[int, int] = {}
         self.joining: set[int] = set()
@@ -103,14 +103,14 @@ class Views:
             self._replace(ranks.difference(gone))
         return gone
 
-    def adopt(self, view: View) -> list[int]:
+    def adopt(self, view: MemberView) -> list[int]:
         """Use a view that the coordinator has made; return the ranks that are gone."""
         gone = sorted(set(self.current.ranks).difference(view.ranks))
         self.current = view
         self.leaving.intersection_update(view.ranks)
         return gone
 
-    def check(self, rank: int, view: View) -> None:
+    def check(self, rank: int, view: MemberView) -> None:
         """Raise ProtocolError unless a rank may commit with a view."""
         ranks = view.ranks
         is_listed = (
@@ -146,8 +146,8 @@ class Views:
 
     def restore(self, values: Sequence[Any]) -> None:
         number, ranks, self.ended, since = values
-        self.current, self.since = View(number, tuple(ranks)), dict(since)
+        self.current, self.since = MemberView(number, tuple(ranks)), dict(since)
 
     def _replace(self, ranks: Collection[int]) -> None:
-        self.current = View(self.current.number + 1, tuple(sorted(ranks)))
+        self.current = MemberView(self.current.number + 1, tuple(sorted(ranks)))
         self.leaving.intersection_update(ranks)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.engine.views import View
+from kvstore_server.engine.views import MemberView
 from kvstore_server.errors import KVStoreError
 from kvstore_server.failpoints import failpoint
 from kvstore_server.protocol import messages as m
@@ -57,7 +57,7 @@ class Round:
         """The slices (by index) of the only table whose eager push counts; None if there was no eager push."""
         self.aborted: set[str] = set()
         """Tables whose round was given up as soon as one server had failed it."""
-        self.next_views: dict[str, View] = {}
+        self.next_views: dict[str, MemberView] = {}
         """Table → the members of its next round, if these may change."""
         self.coordinator = -1
         """The server that has to tell them; -1 if the members never change, or weights are only read."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
-from kvstore_server.engine.views import View
+from kvstore_server.engine.views import MemberView
 from kvstore_server.errors import (
     FencedError,
     KVStoreError,
@@ -544,7 +544,7 @@ class Rounds:
     def _receive_next_members(self, round_: Round, request: ServerRequest, at: int, told: m.Members) -> None:
         table = request.layout.tables[at]
         if told.round == table.round + 1 and request.server == round_.coordinator:
-            round_.next_views[table.name] = View(told.view, told.ranks)
+            round_.next_views[table.name] = MemberView(told.view, told.ranks)
             if at in request.complete:
                 round_.finish(request, [at])
 
@@ -576,7 +576,7 @@ class Rounds:
             return
         failpoint("worker.members.changed")
         # 2. Answers to the former commits do not count any more.
-        table.view = View(told.view, told.ranks)
+        table.view = MemberView(told.view, told.ranks)
         round_.contribution = round_.contribution.over(len(told.ranks))
         round_.decided.pop(table.name, None)
         for one, _ in round_.server_requests_of(table):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
-from kvstore_server.engine.views import View
+from kvstore_server.engine.views import MemberView
 from kvstore_server.errors import KVStoreError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
@@ -226,7 +226,7 @@ class RemoteTable:
         """Whether the weights here are those of the servers, rounded to bfloat16."""
         self.takeover: Takeover | None = None
         """What an earlier process of this rank has done; None if there was none, or it was not asked for."""
-        self.view: View | None = None
+        self.view: MemberView | None = None
         """The members of the next round, if these may change."""
         self.delta_codec: Codec | None = None
         """How changes of weights are encoded; None if weights come as they are."""
@@ -307,7 +307,7 @@ class RemoteTable:
         Then it begins with what another rank has left for its successor.
         """
         assert self.takeover is not None
-        self.view = View(told.view, told.ranks)
+        self.view = MemberView(told.view, told.ranks)
         committed = {server: max(one, told.since - 1) for server, one in self.takeover.committed.items()}
         states = {-1: told.client_states, **self.takeover.client_states}
         self.takeover = Takeover(committed, states)
