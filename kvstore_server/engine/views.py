@@ -9,7 +9,7 @@ there a new view is made. Workers carry it to the other servers with their commi
   already; then it counts once more. The others, if they have committed, are told to commit again with the new view.
 - A round is complete when all members of one view have committed it under the number of that view.
 
-MemberView numbers only grow. A server that meets a higher number adopts that view and forgets commits under lower ones; it
+View numbers only grow. A server that meets a higher number adopts that view and forgets commits under lower ones; it
 refuses commits under lower numbers than its own. Therefore two servers can apply a round with different members only
 if a rank is lost between its commits to them; the commits under the new view then find the round over, and it fails
 everywhere (`is_conflict`).

@@ -16,7 +16,7 @@ import torch
 from kvstore_server.engine import engine as engine_module
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.engine.views import View
+from kvstore_server.engine.views import MemberView
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
@@ -47,8 +47,8 @@ class Worker:
     """The last round that it takes part in; then it leaves."""
     sessions: dict[int, int] = field(default_factory=dict)
     tables: dict[int, m.Registered] = field(default_factory=dict)
-    view: View | None = None
-    following: View | None = None
+    view: MemberView | None = None
+    following: MemberView | None = None
     round: int = 0
     done: set[int] = field(default_factory=set)
     number: int = 0
@@ -107,7 +107,7 @@ class Worker:
             self.tables[server] = body
             self.state = "join" if len(self.tables) == SERVERS and self.state == "register" else self.state
         elif isinstance(body, m.Members) and self.state == "join":
-            self.view = View(body.view, body.ranks)
+            self.view = MemberView(body.view, body.ranks)
             self.round, self.state = max(body.since, 0), "enter" if body.since else "round"
         elif isinstance(body, m.Failed):
             self.ended = f"{body.code}: {body.text}"
@@ -122,7 +122,7 @@ class Worker:
             self.advance()
 
     def receive_members(self, server: int, body: m.Members) -> None:
-        view, opened = View(body.view, body.ranks), self.round - (self.state == "enter")
+        view, opened = MemberView(body.view, body.ranks), self.round - (self.state == "enter")
         assert self.view is not None
         if body.round == opened + 1 and server == 0:
             self.following = view

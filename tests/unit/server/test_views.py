@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore_server.engine.views import MemberView, Views
+from kvstore_server.engine.views import MemberView as View
+from kvstore_server.engine.views import Views
 from kvstore_server.errors import ConfigurationError, ProtocolError
 
 
@@ -16,7 +17,7 @@ def test_a_rank_that_asks_joins_at_the_end_of_the_round() -> None:
     views = views_of()
     views.joining.add(5)
     assert views.end_round(7, True) == []
-    assert views.current == MemberView(1, (0, 1, 2, 5))
+    assert views.current == View(1, (0, 1, 2, 5))
     assert (views.since, views.ended) == ({5: 7}, 0)
 
 
@@ -24,16 +25,16 @@ def test_another_server_makes_no_view() -> None:
     views = views_of()
     views.joining.add(5)
     views.end_round(7, False)
-    assert views.current == MemberView(0, (0, 1, 2))
+    assert views.current == View(0, (0, 1, 2))
 
 
 def test_a_rank_that_leaves_is_gone_at_once_unless_it_has_committed() -> None:
     views = views_of()
     views.leaving |= {0, 2}
     assert views.remove(committed=[2]) == [0]
-    assert views.current == MemberView(1, (1, 2))
+    assert views.current == View(1, (1, 2))
     assert views.end_round(4, True) == [2]
-    assert views.current == MemberView(2, (1,))
+    assert views.current == View(2, (1,))
 
 
 def test_as_many_ranks_stay_as_must_be_left() -> None:
@@ -48,20 +49,20 @@ def test_a_rank_that_joins_makes_room_for_one_that_leaves() -> None:
     views.leaving.add(0)
     views.joining.add(7)
     assert views.end_round(3, True) == [0]
-    assert views.current == MemberView(1, (1, 7))
+    assert views.current == View(1, (1, 7))
 
 
 def test_a_view_of_the_coordinator_replaces_the_own_one() -> None:
     views = views_of()
-    assert views.adopt(MemberView(4, (1, 6))) == [0, 2]
-    assert views.current == MemberView(4, (1, 6))
+    assert views.adopt(View(4, (1, 6))) == [0, 2]
+    assert views.current == View(4, (1, 6))
 
 
 @pytest.mark.parametrize(
-    "view", [MemberView(1, ()), MemberView(1, (2, 1)), MemberView(1, (1, 1)), MemberView(1, (1, 8)), MemberView(1, (-1, 1)), MemberView(1, (0, 2)),
-             MemberView(-1, (0, 1)), MemberView(0, (0, 1))]
+    "view", [View(1, ()), View(1, (2, 1)), View(1, (1, 1)), View(1, (1, 8)), View(1, (-1, 1)), View(1, (0, 2)),
+             View(-1, (0, 1)), View(0, (0, 1))]
 )  # fmt: skip
-def test_a_view_that_cannot_be_is_refused(view: MemberView) -> None:
+def test_a_view_that_cannot_be_is_refused(view: View) -> None:
     with pytest.raises(ProtocolError):
         views_of().check(1, view)
 
