@@ -29,7 +29,7 @@ SHOWN_BY = {
     "present_weights_for_a_repeated_round": 25,
     "record_before_the_copy": 14,
     "former_rows_forgotten": 25,
-    "images_without_hypers": 48,
+    "images_without_hypers": 53,
     "lost_commit_counts_when_repeated": 162,
     "unchanged_slots_are_those_of_an_earlier_round": 209,
 }
