@@ -195,7 +195,8 @@ class Process:
             self.is_fenced = True
             return
         if isinstance(body, m.Missing):
-            self._is_lost |= bool(call.bodies[-1].commits[0, 5] & m.REPEATS)  # type: ignore[union-attr]
+            last = call.bodies[-1]  # a decision, if the commit was answered before
+            self._is_lost |= isinstance(last, m.Contribute) and bool(last.commits[0, 5] & m.REPEATS)
             if not self._is_lost:
                 return  # everything is sent again anyway
         elif isinstance(body, m.Held):
