@@ -195,10 +195,13 @@ class Process:
             self.is_fenced = True
             return
         if isinstance(body, m.Missing):
-            last = call.bodies[-1]  # a decision, if the commit was answered before
-            self._is_lost |= isinstance(last, m.Contribute) and bool(last.commits[0, 5] & m.REPEATS)
-            if not self._is_lost:
+            # A decision may follow the commit, if a sum was held that a killed server has lost since.
+            commit = [one for one in call.bodies if isinstance(one, m.Contribute)][-1]
+            if not commit.commits[0, 5] & m.REPEATS:
                 return  # everything is sent again anyway
+            # What the others answer does not matter any more. One may hold a sum until this rank commits elsewhere.
+            self._is_lost = True
+            self.calls = {server: call}
         elif isinstance(body, m.Held):
             self._take_held(server, body)
             return
