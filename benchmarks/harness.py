@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,33 @@ def run_mxnet_job(
         for role in ["scheduler", *["server"] * servers, *["worker"] * workers]:
             job.start([*command, "--out", str(job.out)], {**common, "DMLC_ROLE": role})
         return job.wait(timeout)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a page of results says: rows of Markdown under a head."""
+
+    title: str
+    legend: str
+    head: Sequence[str]
+    rows: Sequence[str]
+
+
+def write_table(stem: Path, table: Table, samples: Sequence[Any], settings: str) -> None:
+    """Write STEM.json with every sample (dataclasses), and STEM.md with the table."""
+    machine = describe_machine(installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"]), settings)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    document = {"title": table.title, "machine": machine, "samples": list(map(asdict, samples))}
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    lines = [
+        f"# {table.title}",
+        "",
+        *(f"- {name}: {value}" for name, value in machine.items()),
+        "",
+        table.legend,
+    ]
+    lines += [f"| {' | '.join(table.head)} |", "|---" * len(table.head) + "|", *table.rows]
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 def describe_machine(versions: Mapping[str, str], settings: str = SETTINGS) -> dict[str, Any]:

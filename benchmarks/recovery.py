@@ -12,8 +12,6 @@ a worker to its model, is given by itself and is not in these figures; noticing 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
 import random
 import signal
@@ -156,7 +154,8 @@ def main() -> int:
             found.append(Found(role, [_kill(job, role, draw) for _ in range(options.kills)]))
             print(found[-1].row(), flush=True)
             if options.out:
-                _write(Path(options.out), found)
+                table = harness.Table(_TITLE, _LEGEND, _HEAD, [one.row() for one in found])
+                harness.write_table(Path(options.out), table, found, _SETTINGS)
     return 0
 
 
@@ -200,19 +199,6 @@ def _has_stepped(marks: Sequence[Mark], role: str, victim: int, killed: float) -
         return _num_steps(marks, pid) >= 2
     answered = [one.at for one in marks if one.event == ANSWERED and one.at > killed]
     return bool(answered) and len([m for m in marks if m.event == STEPPED and m.at > answered[0]]) >= 2
-
-
-def _write(stem: Path, found: Sequence[Found]) -> None:
-    """Write STEM.json with every kill, and STEM.md with the table."""
-    machine = harness.describe_machine(
-        harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"]), _SETTINGS
-    )
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    document = {"title": _TITLE, "machine": machine, "samples": [dataclasses.asdict(one) for one in found]}
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    lines = [f"# {_TITLE}", "", *(f"- {name}: {value}" for name, value in machine.items()), "", _LEGEND]
-    lines += [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|", *[one.row() for one in found]]
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 def _options() -> argparse.Namespace:

@@ -117,7 +117,8 @@ def main() -> int:
         found.append(_watch(work, options))
         print(found[-1].row(), flush=True)
         if options.out:
-            _write(Path(options.out), found)
+            table = harness.Table(_TITLE, _LEGEND, _HEAD, [one.row() for one in found])
+            harness.write_table(Path(options.out), table, found, _SETTINGS)
     return 0
 
 
@@ -228,19 +229,6 @@ def _difference(ratios: Sequence[float]) -> str:
     first = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2))
     low, high = ordered[first], ordered[-1 - first]
     return f"{statistics.median(ordered):.1f} % ({low:.1f} to {high:.1f})"
-
-
-def _write(stem: Path, found: Sequence[Found]) -> None:
-    """Write STEM.json with every window, and STEM.md with the table."""
-    machine = harness.describe_machine(
-        harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"]), _SETTINGS
-    )
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    document = {"title": _TITLE, "machine": machine, "samples": [dataclasses.asdict(one) for one in found]}
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    lines = [f"# {_TITLE}", "", *(f"- {name}: {value}" for name, value in machine.items()), "", _LEGEND]
-    lines += [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|", *[one.row() for one in found]]
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 def _options() -> argparse.Namespace:
