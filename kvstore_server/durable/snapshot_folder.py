@@ -4,12 +4,11 @@
     DIR/server-0/round-000000000050.1f0c2e5a/          a snapshot: the job's name is in the manifest
         tensors.safetensors
         manifest.json                                  facts as JSON, with a checksum of its own and of the tensors
-    DIR/server-0/tag-best.1f0c2e5a/                    one that the script has named
     DIR/server-0/.tmp-…                                unfinished, or about to be removed; removed at the next start
 
 A snapshot is written under a temporary name, forced to the disk (fsync), and renamed. So a directory with its final
-name is complete, unless the disk has changed it, which the checksums show. Names of jobs and tags come from peers:
-a job's name appears only as a checksum in the path, and a tag has few letters that are allowed.
+name is complete, unless the disk has changed it, which the checksums show. The name of a job comes from peers, so it
+appears only as a checksum in the path.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _log = logging.getLogger(__name__)
 FORMAT, VERSION = "kvstore-server snapshot", 1
 _TENSORS, _MANIFEST, _LOCK = "tensors.safetensors", "manifest.json", "lock"
 _TEMPORARY = ".tmp-"
-_NAME = re.compile(r"(?:round-(?P<round>[0-9]{12})|tag-(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]*))\.[0-9a-f]{8}")
+_NAME = re.compile(r"round-[0-9]{12}\.[0-9a-f]{8}")
 _MOST_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
 
@@ -50,20 +49,17 @@ class SnapshotName(NamedTuple):
     Args:
         job: The name of the job's store.
         round: How many rounds its tables had ended.
-        tag: What the script calls it; empty for one that the server takes from time to time.
     """
 
     job: str
     round: int
-    tag: str = ""
 
     @property
     def path(self) -> str:
-        what = f"tag-{self.tag}" if self.tag else f"round-{self.round:012d}"
-        return f"{what}.{zlib.crc32(self.job.encode()):08x}"
+        return f"round-{self.round:012d}.{zlib.crc32(self.job.encode()):08x}"
 
     def __str__(self) -> str:
-        return f"snapshot {self.tag!r}" if self.tag else f"the snapshot of round {self.round}"
+        return f"the snapshot of round {self.round}"
 
 
 class StoredSnapshot(NamedTuple):
@@ -249,7 +245,7 @@ def read_snapshot(folder: Path) -> StoredSnapshot:
             f"version {VERSION} of {FORMAT!r}. Use the release that wrote it ({content.get('library')!r}), or another "
             "--state-dir"
         )
-    name = SnapshotName(content["job"], content["round"], content["tag"])
+    name = SnapshotName(content["job"], content["round"])
     if name.path != folder.name:
         raise RecoveryError(f"{path} is the manifest of {name} of {name.job!r}, which lies in {name.path}")
     return StoredSnapshot(name, folder, content["facts"], *content["tensors"])
@@ -289,5 +285,5 @@ def _force_folder(folder: Path) -> None:
 
 
 def kept_of(snapshots: Iterable[StoredSnapshot], count: int) -> list[StoredSnapshot]:
-    """Return the latest snapshots, up to a count; those with tags do not count."""
-    return sorted([one for one in snapshots if not one.name.tag], key=lambda one: one.name.round)[-count:]
+    """Return the latest snapshots, up to a count."""
+    return sorted(snapshots, key=lambda one: one.name.round)[-count:]

@@ -139,7 +139,7 @@ class Snapshots:
     def _write(self, name: SnapshotName, facts: Mapping[str, Any], cuts: Sequence[SpaceCut]) -> None:
         """Write a snapshot, and remove old ones; in the background."""
         self._folder.write(name, facts, tensors_of(cuts))
-        of_job = [one for one in self._folder.all() if one.name.job == name.job and not one.name.tag]
+        of_job = [one for one in self._folder.all() if one.name.job == name.job]
         kept = kept_of([one for one in of_job if one.name.round <= name.round], KEPT)
         self._remove([one for one in of_job if one not in kept])
 
@@ -177,7 +177,7 @@ class Snapshots:
     @property
     def latest(self) -> int:
         """The round of the latest snapshot of any job; 0 if there is none."""
-        return max([one.name.round for one in self._known if not one.name.tag], default=0)
+        return max([one.name.round for one in self._known], default=0)
 
     def of_job(self, job: str) -> list[StoredSnapshot]:
         """Return the snapshots of a job from which it can go on by itself, the latest last."""
@@ -209,10 +209,10 @@ class Snapshots:
         self._latest[space.name] = int(space.rounds.shared.numbers[0])
 
     def forget(self, job: str) -> None:
-        """Remove the snapshots of a job that is over, except those with tags."""
+        """Remove the snapshots of a job that is over."""
         self.settle(_LAST_WRITE)
         self._latest = {name: number for name, number in self._latest.items() if job_of(name) != job}
-        self._remove([one for one in self._known if one.name.job == job and not one.name.tag])
+        self._remove([one for one in self._known if one.name.job == job])
         self._known = self._folder.all()
 
     def facts(self) -> Mapping[str, Any]:
