@@ -124,7 +124,9 @@ class MemberChanges:
         for rank in space.views.lost.intersection(gone):
             space.views.lost.discard(rank)
             reason = f"the others went on without rank {rank}, because its process did not answer"
-            member = space.membership.members[rank]
+            member = space.membership.members.get(rank)
+            if member is None:
+                continue  # it has left in the meantime
             if not member.has_left:
                 self._fence(member.token, f"{reason}; start the worker again, so that it joins")
             space.membership.give_up(rank, reason)

@@ -451,7 +451,7 @@ class Engine:
         """Store slices, then count commits; every round that becomes complete is applied or held."""
         space, commits = sender.space, body.commits
         if self.snapshots is not None:
-            self.snapshots.before(space, self.namespaces)
+            self.snapshots.before(space, body, self.namespaces)
         has_pushes = len(body.pushes) > 0
         batch = space.batch_of(commits[:, 0]) if len(commits) else None
         out: list[m.Outgoing] = []
@@ -1091,6 +1091,8 @@ class Engine:
         self._left.pop(hello.namespace, None)
         self._sessions.open(session)
         self._note_session(session.token)
+        if space.views is not None:
+            space.views.found_again(hello.rank)
         if replaced is not None and not replaced.has_left:
             self._fence(
                 replaced.token,
@@ -1222,6 +1224,7 @@ class Engine:
         self._left.pop(space.name, None)
         if not self._open_namespaces(job):
             self._resumable.pop(job, None)
+            self._returns.pop(job, None)
             kept = [name for name, other in self._left.items() if other == job]
             self._left = {name: other for name, other in self._left.items() if other != job}
             for name in kept:
@@ -1250,6 +1253,12 @@ class Engine:
         spaces = spaces_of_job(job, self.namespaces)
         rounds = [int(n) for one in spaces for n in one.rounds.shared.numbers[: len(one.tables)]]
         known = () if self.snapshots is None else self.snapshots.of_job(job_of(job))
+        counts = {int(one.facts["num_servers"]) for one in known} - {self.config.num_servers}
+        if counts and not rounds:
+            raise ConfigurationError(
+                f"the snapshots of job {job_of(job)!r} are of {max(counts)} servers, and this job has "
+                f"{self.config.num_servers}; start it with as many, or with another --state-dir"
+            )
         generation, restored = self._returns.get(job, (0, 0))
         return {
             "round": max(rounds, default=-1),
@@ -1335,7 +1344,6 @@ class Engine:
         space.begin()
         self.namespaces[name] = space
         restore_space(space, stored, self._sessions)
-        space.restored_round = int(space.rounds.shared.numbers[0])
         if self.snapshots is not None:
             self.snapshots.note_restored(space)
         if space.changes is not None:

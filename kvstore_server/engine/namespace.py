@@ -213,8 +213,6 @@ class Namespace:
         """(table, rank) → the keys that the rank leaves out of the open round."""
         self.client_states: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
         """(table, rank) → (round, `client_state`) of the rank's latest two commits with one, in order."""
-        self.restored_round = 0
-        """The round to which the namespace has gone back by a snapshot; 0: it has not."""
         self.returns = (0, 0)
         """How often its job has gone back to a snapshot on this server, and to which round the last time."""
         self._dtypes: list[torch.dtype] = []
@@ -953,12 +951,12 @@ class Namespace:
 
     def check_restored(self, spec: bytes) -> None:
         """Raise ConfigurationError for another optimizer than that of the snapshot with which this began."""
-        if self.restored_round and self.optimizer.named is not None and not self.optimizer.is_known(spec):
+        if self.returns[1] and self.optimizer.named is not None and not self.optimizer.is_known(spec):
             former, values = self.optimizer.named.registered_name, unpack_control(spec)
             name = values.get("name") if isinstance(values, dict) else None
             if name != former:
                 raise ConfigurationError(
-                    f"the snapshot of round {self.restored_round} is of a job with the optimizer {former!r}, and this "
+                    f"the snapshot of round {self.returns[1]} is of a job with the optimizer {former!r}, and this "
                     f"one has {name!r}; use the same, or start the job with an empty --state-dir"
                 )
 

@@ -26,6 +26,7 @@ from kvstore_server.engine.cut import CopyBuffer, SpaceCut, describe_cut, make_c
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.errors import ConfigurationError, KVStoreError, describe
 from kvstore_server.failpoints import failpoint
+from kvstore_server.protocol import messages as m
 
 _log = logging.getLogger(__name__)
 
@@ -77,31 +78,41 @@ class Snapshots:
 
     # ---------------------------------------------------------------- taking them
 
-    def before(self, space: Namespace, namespaces: Mapping[str, Namespace]) -> None:
+    def before(self, space: Namespace, body: m.Contribute, namespaces: Mapping[str, Namespace]) -> None:
         """Take a cut if one is due, before anything of a contribution is used.
 
         Args:
             space: To which the contribution is made.
             namespaces: All of the engine.
         """
-        if not self.every:
+        if not self.every or not space.tables:
             return
-        number = int(space.rounds.shared.numbers[0]) if space.tables and space.mode.is_sync else 0
-        if space.mode.is_sync and (
-            not number or number % self.every or self._latest.get(space.name) == number
-        ):
+        if not space.mode.is_sync:
+            self._say(
+                job_of(space.name),
+                "takes no snapshots: it is asynchronous, so a round is no state of all ranks",
+            )
+            return
+        number = int(space.rounds.shared.numbers[0])
+        if not number or number % self.every or self._latest.get(space.name) == number:
+            return
+        # Who only asks how the last round has ended does not know yet whether it has on every server.
+        begins = (body.pushes[:, 1] == number).any() or any(
+            round_ == number and not flags & m.REPEATS for round_, flags in body.commits[:, (1, 5)].tolist()
+        )
+        if not begins:
             return
         # 1. Have all tables of the job ended as many rounds?
         of_job = spaces_of_job(space.name, namespaces)
         numbers = {int(n) for one in of_job for n in one.rounds.shared.numbers[: len(one.tables)]}
-        if len(numbers) > 1 and space.mode.is_sync:
+        if len(numbers) > 1:
             self._say_uneven(space.name, max(numbers))
             return
         for one in of_job:
             self._latest[one.name] = number
         # 2. Take it, unless it would be of no use or the last one is not written yet.
         if (why := _why_useless(of_job)) is not None:
-            self._say(job_of(space.name), f"takes no snapshots by itself: {why}")
+            self._say(job_of(space.name), f"takes no snapshots: {why}")
             return
         self.settle()
         if self._writing is not None:
@@ -114,7 +125,7 @@ class Snapshots:
         try:
             cuts = make_cut(spaces, self._buffer)
             self._claim()
-        except KVStoreError as error:
+        except (KVStoreError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError without memory
             self._note_problem(name, error)
             self._buffer = CopyBuffer()
             return
@@ -157,8 +168,8 @@ class Snapshots:
             )
 
     def _say(self, job: str, text: str) -> None:
-        if (job, text[:20]) not in self._said:
-            self._said.add((job, text[:20]))
+        if (job, text) not in self._said:
+            self._said.add((job, text))
             _log.warning("job %r %s", job, text)
 
     def _note_problem(self, name: SnapshotName, error: BaseException) -> None:

@@ -85,6 +85,12 @@ class Views:
             self._replace(set(self.current.ranks).difference(gone))
         return gone
 
+    def found_again(self, rank: int) -> None:
+        """Another process of a rank that was lost has come in time, so it stays a member."""
+        if rank in self.lost:
+            self.lost.discard(rank)
+            self.leaving.discard(rank)
+
     def end_round(self, following: int, is_coordinator: bool) -> list[int]:
         """Record that a round was applied; the coordinator makes the view of the `following` one. Return who is gone.
 

@@ -74,13 +74,18 @@ def choose_cut(offers: Sequence[ServerOffer]) -> Return | None:
     told = [one.holders for one in live] or [cut.holders for cut in cuts]
     needed = [at for at in sorted(frozenset[int]().union(*told)) if at < len(offers)]
     generation = max([offers[at].generation for at in needed], default=0)
+    newest = max(one.generation for one in offers)
     ahead = [offers[at] for at in needed if offers[at].generation == generation]
     lost = [at for at in needed if offers[at].round < 0 or offers[at].generation < generation]
     if not lost:
         return None
     # 2. What some servers have gone back to already.
     restored = ahead[0].restored
-    if generation and all(one.restored == restored == max(one.round, 0) for one in ahead):
+    if (
+        generation
+        and generation == newest
+        and all(one.restored == restored == max(one.round, 0) for one in ahead)
+    ):
         begun = [cut for at in lost for cut in offers[at].cuts if cut.round == restored]
         if len(begun) == len(lost) or not restored:
             return Return(begun[0] if restored else _BEGINNING, generation)
@@ -90,14 +95,14 @@ def choose_cut(offers: Sequence[ServerOffer]) -> Return | None:
         cut for cut in cuts if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
     ]
     if common:
-        return Return(max(common, key=lambda cut: cut.round), generation + 1)
+        return Return(max(common, key=lambda cut: cut.round), newest + 1)
     # 4. Before the first one, the job begins again. What is later than that is not given up without being asked.
     least = min(one.every for one in offers)
     latest = max([cut.round for cut in cuts] + [one.round - least for one in live], default=0)
     if latest > least or not least:
         raise ServerLostState(
             f"servers {', '.join(map(str, lost))} have lost what they held of this job, and no snapshot is on all of "
-            f"its servers: they have those of rounds {[sorted(one) for one in at_server]}. Start the job with an empty "
-            "--state-dir, from its last saved states"
+            f"its servers: they have those of rounds {[sorted(one) for one in at_server]}. Stop the servers, and start "
+            "the job with an empty --state-dir, from its last saved states"
         )
-    return Return(_BEGINNING, generation + 1)
+    return Return(_BEGINNING, newest + 1)

@@ -79,6 +79,13 @@ def test_more_than_the_rounds_before_the_first_snapshot_is_not_given_up(offers: 
         choose_cut(offers)
 
 
+def test_a_server_without_tables_that_went_back_alone_goes_back_again_with_the_others() -> None:
+    """The one with the tables could not read its snapshot after the other one had gone back."""
+    cut = StoredCut(50, frozenset({1}))
+    alone = returned(-1, 100)._replace(holders=frozenset())
+    assert choose_cut([alone, offer(-1)._replace(cuts=[cut])]) == Return(cut, 2)
+
+
 def test_an_answer_that_is_no_offer_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
         read_offer({"round": "many"})

@@ -142,6 +142,39 @@ def test_another_model_or_optimizer_than_that_of_the_snapshot_is_refused(servers
         SnapshotJob(there, make_plan([TensorSpec("a", (3000, 5), "float32")], 1), adam())
 
 
+def test_a_process_that_only_asks_how_the_last_round_has_ended_takes_no_cut(servers: Make) -> None:
+    """It may not have ended on every server."""
+    there = servers()
+    SnapshotJob(there, DENSE, adam()).train(8)
+    job = SnapshotJob(there, DENSE, adam())
+    assert (job.round, there.rounds(0), there.rounds(1)) == (8, [4], [4])
+    job.train(9)
+    assert there.rounds(0) == there.rounds(1) == [4, 8]
+
+
+def test_a_finished_job_that_had_gone_back_leaves_nothing_to_the_next_one_of_its_name(servers: Make) -> None:
+    there = servers()
+    SnapshotJob(there, DENSE, adam()).train(6)
+    there.lose(1)
+    job = SnapshotJob(there, DENSE, adam())
+    job.train(6)
+    job.close()
+    there.lose(1)
+    SnapshotJob(there, DENSE, adam()).train(6)
+    assert SnapshotJob(there, DENSE, adam()).round == 6
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_servers_than_that_of_the_snapshot_is_refused(servers: Make, count: int) -> None:
+    there = servers()
+    SnapshotJob(there, DENSE, adam()).train(6)
+    there.close()
+    others = servers(count)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=f"of 2 servers, and this job has {count}"):
+            SnapshotJob(others, DENSE, adam())
+
+
 def test_a_finished_job_leaves_no_snapshots(servers: Make) -> None:
     there = servers()
     job = SnapshotJob(there, DENSE, adam())
