@@ -367,8 +367,8 @@ class Strategy(BaseStrategy):
             )
         start = trainer.resume()
         trainer.register_step_pre_hook(lambda *_: self._describe(trainer))
-        self._describe(trainer)
         if start.client_state is None:
+            self._describe(trainer)
             return start
         found = start.client_state
         restore_buffers(self.model, found["buffers"])

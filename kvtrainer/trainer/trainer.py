@@ -330,6 +330,8 @@ class Trainer(torch.optim.Optimizer):
         if self._pipeline.binding.is_dist:
             self._pipeline.describe_state = self._describe_state
             self._pipeline.binding.is_resumable = True
+        if found.client_state is not None:
+            self.client_state = found.client_state  # another successor may be needed before the next step
         return found
 
     @property

@@ -152,6 +152,7 @@ def main(name: str, rounds: int, folder: Path) -> None:
     trainer = kvtrainer.Trainer(named, case.optimizer, case.options, kvstore=kv, **case.trainer)
     start = trainer.resume()
     rank, data = trainer.rank, Data(trainer.rank)
+    assert trainer.client_state == start.client_state  # for a successor that comes before the next step
     if start.client_state is not None:
         data.state = start.client_state["data"]
         assert start.client_state["cursor"] == start.round, (start.client_state["cursor"], start.round)
