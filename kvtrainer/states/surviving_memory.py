@@ -79,10 +79,12 @@ class SurvivingMemory:
                 f"another process, or another Trainer of this one, works with {WORKER_MEMORY}={path!r}; give each "
                 "worker its own, and compress the gradients of one Trainer"
             ) from None
-        is_new = os.fstat(self._fd).st_size == 0
-        if is_new:
+        if os.fstat(self._fd).st_size == 0:
             os.posix_fallocate(self._fd, 0, _HEAD)
         head = mmap.mmap(self._fd, _HEAD)
+        is_new = head[: len(_MAGIC)] == bytes(
+            len(_MAGIC)
+        )  # also if a process was killed before it wrote anything
         if not is_new and head[: len(_MAGIC)] != _MAGIC:
             raise ConfigurationError(f"{WORKER_MEMORY}={path!r} is a file of something else; name a new one")
         self._words = np.frombuffer(memoryview(head), np.int64)
@@ -140,9 +142,13 @@ class Versions:
             slot[_MARK] = _NONE
 
     def begin(self, round_: int, tensors: Mapping[str, Tensor], extra: bytes = b"") -> None:
-        """Store what holds before a round, and nothing else."""
-        self.clear()
+        """Store what holds before a round, and nothing else; until that is done, what was there remains."""
+        self.drop()
+        former = self._slots[self._present]
+        if former[_MARK] != _NONE:
+            self.accept()
         self._store(self._slots[self._present], round_, tensors, extra)
+        self.drop()
 
     def write(self, round_: int, tensors: Mapping[str, Tensor], extra: bytes = b"") -> None:
         """Store what will hold after a round, beside what holds before it. Raises OSError without memory."""

@@ -162,3 +162,23 @@ def test_a_writer_that_is_killed_leaves_one_whole_version(path: Path, memory: Su
     assert words[0] == 2
     assert numbers(successor(path, memory).find(2)) == (2, 1.0)
     assert os.path.exists(path)
+
+
+def test_a_file_that_a_killed_process_left_empty_is_used_like_a_new_one(path: Path) -> None:
+    path.write_bytes(bytes(4096))
+    memory = opened(path)
+    memory.begin()
+    memory.sections[0].begin(1, value(3.0))
+    assert numbers(successor(path, memory).find(1)) == (1, 3.0)
+
+
+def test_what_held_remains_until_what_replaces_it_is_whole(
+    path: Path, memory: SurvivingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr("kvtrainer.states.surviving_memory.failpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        memory.sections[0].begin(1, value(8.0))
+    assert numbers(successor(path, memory).find(1)) == (1, 0.0)
