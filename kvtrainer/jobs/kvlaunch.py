@@ -222,7 +222,9 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
             parser.error(
                 "-n LEAST..MOST needs servers, which decide about the members, and there are none with -s 0"
             )
-        if options.rejoin_timeout is None and not options.restart:
+        names = [one.partition("=")[0] for one in options.env]
+        is_given = options.rejoin_timeout is not None or REJOIN_TIMEOUT in {*names, *os.environ}
+        if not is_given and not options.restart:
             options.rejoin_timeout = 0.001  # nobody starts a worker again, so the others need not wait
     try:
         linger = unheard = JobTimeouts.linger if options.linger is None else options.linger

@@ -713,6 +713,11 @@ class Binding:
                     "compression_params with a type keep back a part of each gradient in its worker, which ends when "
                     "the worker leaves; leave the type out in a job whose number of workers may change"
                 )
+            if is_dist and self._client.options.is_elastic and not self.updates_weights:
+                raise ConfigurationError(
+                    "with update_on_kvstore=False each worker has weights and state of its own, which a worker that "
+                    "joins cannot get; use update_on_kvstore=True in a job whose number of workers may change"
+                )
             return StoreExchange(
                 self._client, plan, there, codec, is_dist, name, pull_codec, self._host, resumes and is_dist
             )

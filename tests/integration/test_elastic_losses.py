@@ -117,6 +117,20 @@ def test_what_is_not_possible_is_refused(two_servers: list[str]) -> None:
     store.close()
 
 
+@pytest.mark.parametrize(
+    "options", [{"update_on_kvstore": False}, {"compression_params": {"type": "2bit", "threshold": 0.5}}]
+)
+def test_what_would_end_with_a_worker_that_leaves_is_refused(
+    two_servers: list[str], options: dict[str, Any]
+) -> None:
+    store = open_store(two_servers, 0, new_name(), num_workers=1)
+    trainer = kvtrainer.Trainer([torch.nn.Parameter(torch.zeros(2000))], "sgd", kvstore=store, **options)
+    with pytest.raises(ConfigurationError):
+        trainer.resume()
+    trainer.close()
+    store.close()
+
+
 def test_leave_is_refused_where_the_number_of_workers_is_fixed(two_servers: list[str]) -> None:
     store = open_store(two_servers, 0, new_name(), num_workers=1, elastic=None)
     trainer = kvtrainer.Trainer([torch.nn.Parameter(torch.zeros(2))], "sgd", kvstore=store)

@@ -166,6 +166,8 @@ def test_wrong_usage_exits_with_2(
 def test_a_range_starts_the_most_workers_and_waits_for_none_that_nobody_restarts(
     given: list[tuple[Any, ...]],
 ) -> None:
+    kvlaunch.main(["-n", "2..8", "--env", "KVSTORE_REJOIN_TIMEOUT=9", "python", "train.py"])
+    assert given.pop()[3]["KVSTORE_REJOIN_TIMEOUT"] == "9"
     kvlaunch.main(["-n", "2..8", "python", "train.py"])
     kvlaunch.main(["-n", "2..8", "--restart", "1", "python", "train.py"])
     kvlaunch.main(["-n", "8", "python", "train.py"])
