@@ -146,9 +146,9 @@ class SnapshotFolder:
         try:
             temporary.mkdir()
             with open(temporary / _TENSORS, "xb") as file:
-                counted = _Checksummed(file)
+                counted = _ChecksumWriter(file)
                 write_tensors(counted, tensors, {"format": FORMAT})
-                _force(file)
+                _fsync(file)
             failpoint("server.snapshot.tensors")
             content = {
                 "format": FORMAT,
@@ -159,47 +159,47 @@ class SnapshotFolder:
                 "tensors": [counted.nbytes, counted.checksum],
             }
             with open(temporary / _MANIFEST, "xb") as file:
-                file.write(_sealed(content))
-                _force(file)
-            _force_folder(temporary)
+                file.write(_with_checksum(content))
+                _fsync(file)
+            _fsync_folder(temporary)
             failpoint("server.snapshot.written")
-            self._set_aside(self.folder / name.path)
+            self._remove_folder(self.folder / name.path)
             os.rename(temporary, self.folder / name.path)
             failpoint("server.snapshot.renamed")
-            _force_folder(self.folder)
+            _fsync_folder(self.folder)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
     def remove(self, name: SnapshotName) -> None:
         """Remove a snapshot, if it exists. Raises OSError."""
-        self._set_aside(self.folder / name.path)
+        self._remove_folder(self.folder / name.path)
 
     def all(self) -> list[StoredSnapshot]:
         """Return the snapshots of this server whose manifests are whole; others are named in the log."""
         return _snapshots_in(self.folder)
 
-    def put_aside(self, snapshot: StoredSnapshot) -> None:
-        """Rename a damaged snapshot, so that it is not offered again and can still be looked at."""
+    def quarantine(self, snapshot: StoredSnapshot) -> None:
+        """Rename a damaged snapshot, so that it is not offered again but can still be examined."""
         with suppress(OSError):
             os.rename(snapshot.folder, snapshot.folder.with_name(f"damaged-{snapshot.folder.name}"))
 
-    def _set_aside(self, path: Path) -> None:
-        """Remove a directory: renamed first, so that no half of it has a snapshot's name."""
-        aside = self._temporary()
+    def _remove_folder(self, path: Path) -> None:
+        """Remove a directory, renamed first: what is left by a crash must not have the name of a snapshot."""
+        renamed = self._temporary()
         try:
-            os.rename(path, aside)
+            os.rename(path, renamed)
         except FileNotFoundError:
             return
         failpoint("server.snapshot.prune")
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(renamed, ignore_errors=True)
 
     def _temporary(self) -> Path:
         self._count += 1
         return self.folder / f"{_TEMPORARY}{os.getpid()}-{self._count}"
 
 
-class _Checksummed:
+class _ChecksumWriter:
     """Passes data on to a file in chunks, and computes their checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -236,7 +236,7 @@ def read_snapshot(folder: Path) -> StoredSnapshot:
             data = file.read(_MOST_MANIFEST + 1)
     except OSError as error:
         raise RecoveryError(f"{path} cannot be read: {error}") from None
-    content = _unsealed(data)
+    content = _verified(data)
     if content is None:
         raise RecoveryError(f"{path} is damaged: its checksum does not fit")
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
@@ -251,32 +251,32 @@ def read_snapshot(folder: Path) -> StoredSnapshot:
     return StoredSnapshot(name, folder, content["facts"], *content["tensors"])
 
 
-def _sealed(content: Mapping[str, Any]) -> bytes:
-    text = _text_of(content)
-    return _text_of({"checksum": zlib.crc32(text), "content": content})
+def _with_checksum(content: Mapping[str, Any]) -> bytes:
+    text = _encode_json(content)
+    return _encode_json({"checksum": zlib.crc32(text), "content": content})
 
 
-def _unsealed(data: bytes) -> Mapping[str, Any] | None:
-    """Return what `_sealed` has encoded; None if the bytes are not exactly that."""
+def _verified(data: bytes) -> Mapping[str, Any] | None:
+    """Return what `_with_checksum` has encoded; None if the bytes are not exactly that."""
     try:
         value = json.loads(data)
         checksum, content = value["checksum"], value["content"]
-        is_whole = _text_of(value) == data and zlib.crc32(_text_of(content)) == checksum
+        is_whole = _encode_json(value) == data and zlib.crc32(_encode_json(content)) == checksum
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return content if is_whole and isinstance(content, dict) else None
 
 
-def _text_of(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, indent=1).encode() + b"\n"
 
 
-def _force(file: BinaryIO) -> None:
+def _fsync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _force_folder(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -284,6 +284,6 @@ def _force_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def kept_of(snapshots: Iterable[StoredSnapshot], count: int) -> list[StoredSnapshot]:
+def latest_of(snapshots: Iterable[StoredSnapshot], count: int) -> list[StoredSnapshot]:
     """Return the latest snapshots, up to a count."""
     return sorted(snapshots, key=lambda one: one.name.round)[-count:]

@@ -1,4 +1,4 @@
-"""What the requests of a namespace do whose members may change: `views` decides, and this carries it out.
+"""Joins, leaves and losses of workers in a job whose number of workers may change; `views` has the rules.
 
 The messages about it are `Members`: after each applied round the coordinator tells the members of the next one, before
 the new weights. A worker whose commit names another view is told the present one, and commits again.
@@ -44,7 +44,7 @@ class MemberChanges:
         if rank in views.current.ranks:
             return answer()
         if space.membership.finished.issuperset(views.current.ranks):
-            raise all_have_finished(space, rank)
+            raise finished_error(space, rank)
         views.joining.add(rank)
         return DelayedRequest(
             body.table, rank, waiter, now + body.timeout, body.timeout, False, answer, is_entry=True
@@ -60,7 +60,7 @@ class MemberChanges:
             return []
         if not views.may_leave():
             raise ConfigurationError(
-                f"rank {rank} cannot leave: at least {views.least} workers must be left, and there are "
+                f"rank {rank} cannot leave: at least {views.min_workers} workers must be left, and there are "
                 f"{len(views.current.ranks)}; end the job instead"
             )
         if space.rounds.shared.has_committed(rank, table):
@@ -136,15 +136,15 @@ class MemberChanges:
 def check_terms(space: Namespace, hello: m.Hello) -> None:
     """Raise ConfigurationError if a process expects other limits of the number of members than the ones before it."""
     known = (0, 0) if space.views is None else space.views.terms[1:]
-    if (hello.initial, hello.least) != known:
+    if (hello.initial_workers, hello.min_workers) != known:
         raise ConfigurationError(
-            f"rank {hello.rank} ({hello.address}) expects a job that begins with {hello.initial} workers and needs "
-            f"{hello.least}, the ranks before it {known[0]} and {known[1]} (0: the number never changes); start all "
-            "workers of a job with the same KVSTORE_NUM_WORKERS and KVSTORE_ELASTIC"
+            f"rank {hello.rank} ({hello.address}) expects a job that begins with {hello.initial_workers} workers and "
+            f"needs {hello.min_workers}, the ranks before it {known[0]} and {known[1]} (0: the number never changes); "
+            "start all workers of a job with the same KVSTORE_NUM_WORKERS and KVSTORE_ELASTIC"
         )
 
 
-def all_have_finished(space: Namespace, rank: int) -> FencedError:
+def finished_error(space: Namespace, rank: int) -> FencedError:
     return FencedError(
         f"all workers of namespace {space.name!r} have finished, so rank {rank} has nothing left to do"
     )

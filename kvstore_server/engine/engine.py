@@ -37,9 +37,9 @@ from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
 from kvstore_server.engine.elastic import (
     MemberChanges,
-    all_have_finished,
     check_terms,
     check_view,
+    finished_error,
     tell_members,
 )
 from kvstore_server.engine.facts import FRESH, MOST_JOBS, read_report
@@ -451,7 +451,7 @@ class Engine:
         """Store slices, then count commits; every round that becomes complete is applied or held."""
         space, commits = sender.space, body.commits
         if self.snapshots is not None:
-            self.snapshots.before(space, body, self.namespaces)
+            self.snapshots.take_if_due(space, body, self.namespaces)
         has_pushes = len(body.pushes) > 0
         batch = space.batch_of(commits[:, 0]) if len(commits) else None
         out: list[m.Outgoing] = []
@@ -1092,7 +1092,7 @@ class Engine:
         self._sessions.open(session)
         self._note_session(session.token)
         if space.views is not None:
-            space.views.found_again(hello.rank)
+            space.views.keep_returned(hello.rank)
         if replaced is not None and not replaced.has_left:
             self._fence(
                 replaced.token,
@@ -1133,7 +1133,9 @@ class Engine:
                 f"its workers was heard from for {config.forget_after:g} s (--forget-after), without weights for "
                 f"{config.dead_after:g} s (--dead-after), or earlier if another one needs its place"
             )
-        space = self._make_space(hello.namespace, hello.num_workers, mode, now, (hello.initial, hello.least))
+        space = self._make_space(
+            hello.namespace, hello.num_workers, mode, now, (hello.initial_workers, hello.min_workers)
+        )
         self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
         return space
 
@@ -1291,7 +1293,7 @@ class Engine:
             try:
                 stored = read_spaces(snapshot)
             except RecoveryError as why:
-                self.snapshots.put_aside(snapshot)
+                self.snapshots.quarantine(snapshot)
                 _log.error("%s; it is put aside, and the next start goes back to an earlier one", why)
                 raise
         # 2. Give up what is here.
@@ -1367,7 +1369,7 @@ class Engine:
         out = self._changes.end_process(space, rank)
         if space.views is not None and space.membership.finished.issuperset(space.views.current.ranks):
             for wait in space.waits.take(lambda wait: wait.is_entry):
-                out += _fail_wait(space, wait, all_have_finished(space, wait.rank))
+                out += _fail_wait(space, wait, finished_error(space, wait.rank))
         return out + self._fail_stuck_waits(space, sender.now)
 
     def _join_rounds(self, sender: Sender, body: m.JoinRounds) -> list[m.Outgoing]:

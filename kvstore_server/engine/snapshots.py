@@ -8,8 +8,8 @@ message, because a cut is defined by the number of rounds alone.
 What training waits for is one copy in memory. A thread writes it; while it does, no other cut is taken. If it fails,
 because the disk is full for example, that is logged and shown in the status, and training goes on.
 
-Cuts of a job whose workers have not called `Trainer.resume` would help nobody, and in the asynchronous modes a round
-is not a state of all ranks; the log says so once.
+No cut is taken of a job whose workers have not called `Trainer.resume`, since they could not go on from it, nor in the
+asynchronous modes, where the end of a round is not a state of all ranks. The log says so once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from kvstore_server.budget import Budget
 from kvstore_server.durable.background import BackgroundTask, Task
-from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, StoredSnapshot, kept_of
+from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, StoredSnapshot, latest_of
 from kvstore_server.engine.cut import CopyBuffer, SpaceCut, describe_cut, make_cut, tensors_of
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.errors import ConfigurationError, KVStoreError, describe
@@ -70,15 +70,15 @@ class Snapshots:
         self._writing: _Writing | None = None
         self._latest: dict[str, int] = {}
         """Job → the last round at which a cut was taken, or should have been."""
-        self._said: set[tuple[str, str]] = set()
-        """What the log has said of a job."""
+        self._warned: set[tuple[str, str]] = set()
+        """(job, text) of the warnings that were logged."""
         self._problem = ""
         """Why the last snapshot was not written; empty if it was."""
         self._known: list[StoredSnapshot] = folder.all()
 
     # ---------------------------------------------------------------- taking them
 
-    def before(self, space: Namespace, body: m.Contribute, namespaces: Mapping[str, Namespace]) -> None:
+    def take_if_due(self, space: Namespace, body: m.Contribute, namespaces: Mapping[str, Namespace]) -> None:
         """Take a cut if one is due, before anything of a contribution is used.
 
         Args:
@@ -88,7 +88,7 @@ class Snapshots:
         if not self.every or not space.tables:
             return
         if not space.mode.is_sync:
-            self._say(
+            self._warn_once(
                 job_of(space.name),
                 "takes no snapshots: it is asynchronous, so a round is no state of all ranks",
             )
@@ -106,13 +106,13 @@ class Snapshots:
         of_job = spaces_of_job(space.name, namespaces)
         numbers = {int(n) for one in of_job for n in one.rounds.shared.numbers[: len(one.tables)]}
         if len(numbers) > 1:
-            self._say_uneven(space.name, max(numbers))
+            self._warn_of_uneven_rounds(space.name, max(numbers))
             return
         for one in of_job:
             self._latest[one.name] = number
         # 2. Take it, unless it would be of no use or the last one is not written yet.
         if (why := _why_useless(of_job)) is not None:
-            self._say(job_of(space.name), f"takes no snapshots: {why}")
+            self._warn_once(job_of(space.name), f"takes no snapshots: {why}")
             return
         self.settle()
         if self._writing is not None:
@@ -151,7 +151,7 @@ class Snapshots:
         """Write a snapshot, and remove old ones; in the background."""
         self._folder.write(name, facts, tensors_of(cuts))
         of_job = [one for one in self._folder.all() if one.name.job == name.job]
-        kept = kept_of([one for one in of_job if one.name.round <= name.round], KEPT)
+        kept = latest_of([one for one in of_job if one.name.round <= name.round], KEPT)
         self._remove([one for one in of_job if one not in kept])
 
     def _claim(self) -> None:
@@ -159,17 +159,17 @@ class Snapshots:
         self._budget.claim(more, "the copy from which a snapshot is written")
         self._claimed += more
 
-    def _say_uneven(self, job: str, number: int) -> None:
+    def _warn_of_uneven_rounds(self, job: str, number: int) -> None:
         if number % self.every:
-            self._say(
+            self._warn_once(
                 job,
                 f"has no snapshot near round {number}, because its keys have not ended as many rounds at the same "
                 "time",
             )
 
-    def _say(self, job: str, text: str) -> None:
-        if (job, text) not in self._said:
-            self._said.add((job, text))
+    def _warn_once(self, job: str, text: str) -> None:
+        if (job, text) not in self._warned:
+            self._warned.add((job, text))
             _log.warning("job %r %s", job, text)
 
     def _note_problem(self, name: SnapshotName, error: BaseException) -> None:
@@ -193,7 +193,7 @@ class Snapshots:
     def of_job(self, job: str) -> list[StoredSnapshot]:
         """Return the snapshots of a job from which it can go on by itself, the latest last."""
         self.settle()
-        return kept_of([one for one in self._known if one.name.job == job], KEPT + 1)
+        return latest_of([one for one in self._known if one.name.job == job], KEPT + 1)
 
     def find(self, job: str, round_: int) -> StoredSnapshot:
         """Return a snapshot of a job. Raises ConfigurationError if there is none of that round."""
@@ -204,8 +204,8 @@ class Snapshots:
             f"there is no snapshot of round {round_} of {job!r} in {self._folder.folder}"
         )
 
-    def put_aside(self, snapshot: StoredSnapshot) -> None:
-        self._folder.put_aside(snapshot)
+    def quarantine(self, snapshot: StoredSnapshot) -> None:
+        self._folder.quarantine(snapshot)
         self._known = self._folder.all()
 
     def go_back(self, job: str, round_: int) -> None:

@@ -34,8 +34,8 @@ class Views:
 
     Args:
         capacity: Ranks are below this.
-        initial: Ranks 0 … initial − 1 make up the first view.
-        least: No view has fewer ranks.
+        initial_workers: Ranks 0 … initial_workers − 1 make up the first view.
+        min_workers: No view has fewer ranks.
 
     Attributes:
         current: The view of the open round.
@@ -46,14 +46,14 @@ class Views:
         lost: Those of them, or of former members, whose processes have to be fenced.
     """
 
-    def __init__(self, capacity: int, initial: int, least: int) -> None:
-        if not 1 <= least <= initial <= capacity:
+    def __init__(self, capacity: int, initial_workers: int, min_workers: int) -> None:
+        if not 1 <= min_workers <= initial_workers <= capacity:
             raise ConfigurationError(
-                f"a job that begins with {initial} workers and goes on with {least} to {capacity} is not possible; the "
-                "first number must lie between the other two, and at least one worker must be left"
+                f"a job that begins with {initial_workers} workers and goes on with {min_workers} to {capacity} is not "
+                "possible; the first number must lie between the other two, and at least one worker must be left"
             )
-        self.capacity, self.initial, self.least = capacity, initial, least
-        self.current = MemberView(0, tuple(range(initial)))
+        self.capacity, self.initial_workers, self.min_workers = capacity, initial_workers, min_workers
+        self.current = MemberView(0, tuple(range(initial_workers)))
         self.ended = 0
         self.since: dict[int, int] = {}
         self.joining: set[int] = set()
@@ -68,25 +68,25 @@ class Views:
     @property
     def terms(self) -> tuple[int, int, int]:
         """What all processes of a job must agree on."""
-        return self.capacity, self.initial, self.least
+        return self.capacity, self.initial_workers, self.min_workers
 
     def may_leave(self) -> bool:
         """Return whether enough ranks would be left if one more left."""
-        return len(self.current.ranks) - len(self.leaving) > self.least
+        return len(self.current.ranks) - len(self.leaving) > self.min_workers
 
     def remove(self, committed: Collection[int]) -> list[int]:
         """Make a view without the leaving ranks, except those that have committed the open round; return who is gone.
 
         As many ranks stay as must be left.
         """
-        able = [rank for rank in self.current.ranks if rank in self.leaving and rank not in committed]
-        gone = able[: len(self.current.ranks) - self.least]
+        removable = [rank for rank in self.current.ranks if rank in self.leaving and rank not in committed]
+        gone = removable[: len(self.current.ranks) - self.min_workers]
         if gone:
             self._replace(set(self.current.ranks).difference(gone))
         return gone
 
-    def found_again(self, rank: int) -> None:
-        """Another process of a rank that was lost has come in time, so it stays a member."""
+    def keep_returned(self, rank: int) -> None:
+        """Keep a lost rank as a member, because its next process has connected in time."""
         if rank in self.lost:
             self.lost.discard(rank)
             self.leaving.discard(rank)
@@ -104,7 +104,7 @@ class Views:
         for rank in joined:
             self.since[rank] = following
         ranks = set(self.current.ranks) | joined
-        gone = sorted(self.leaving & ranks)[: len(ranks) - self.least]
+        gone = sorted(self.leaving & ranks)[: len(ranks) - self.min_workers]
         if joined or gone:
             self._replace(ranks.difference(gone))
         return gone
@@ -143,7 +143,7 @@ class Views:
             "number": self.current.number,
             "members": list(self.current.ranks),
             "joining": sorted(self.joining),
-            "least": self.least,
+            "least": self.min_workers,
             "most": self.capacity,
         }
 

@@ -74,9 +74,9 @@ class Hello:
     """Whether another process can take this rank over and continue, so that the others wait for it."""
     restarts: int = 0
     """How often the process was started again, as far as its launcher says."""
-    initial: int = 0
+    initial_workers: int = 0
     """Above 0: the members may change. The ranks below this begin, others may join later, up to `num_workers`."""
-    least: int = 0
+    min_workers: int = 0
     """If the members may change: how many at least must be left."""
 
 

@@ -167,8 +167,8 @@ class SessionOptions:
         slow_after: Seconds of waiting after which the log names those who are waited for.
         resumes: Whether another process can take this rank over, so that the other workers wait for it.
         restarts: How often this process was started again, as far as its launcher says.
-        initial: Above 0: the members may change. The ranks below this begin, others may join.
-        least: If the members may change: how many at least must be left.
+        initial_workers: Above 0: the members may change. The ranks below this begin, others may join.
+        min_workers: If the members may change: how many at least must be left.
     """
 
     namespace: str
@@ -183,12 +183,12 @@ class SessionOptions:
     slow_after: float = SLOW_AFTER
     resumes: bool = False
     restarts: int = 0
-    initial: int = 0
-    least: int = 0
+    initial_workers: int = 0
+    min_workers: int = 0
 
     @property
     def is_elastic(self) -> bool:
-        return self.initial > 0
+        return self.initial_workers > 0
 
 
 class HasServer(Protocol):
@@ -367,7 +367,7 @@ class Session:
         hello = m.Hello(
             o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, self._nonce,
             self.transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
-            o.mode.by_host, o.resumes, o.restarts, o.initial, o.least,
+            o.mode.by_host, o.resumes, o.restarts, o.initial_workers, o.min_workers,
         )  # fmt: skip
         failpoint("worker.connect.hello")
         welcome = self.call(server, hello, o.connect_timeout)

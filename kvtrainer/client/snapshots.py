@@ -52,15 +52,15 @@ def read_offer(values: Mapping[str, Any]) -> ServerOffer:
         raise ProtocolError(f"a server says of its snapshots {values!r:.200}: {error!r}") from None
 
 
-class Return(NamedTuple):
-    """To what a job goes back: to its beginning if the round is 0; and how often it has gone back then."""
+class CutChoice(NamedTuple):
+    """The snapshot to which a job goes back (round 0: its beginning), and how often it will have gone back then."""
 
     cut: StoredCut
     generation: int
 
 
-def choose_cut(offers: Sequence[ServerOffer]) -> Return | None:
-    """Return to what a job goes back; None if no server has lost anything.
+def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
+    """Choose the snapshot to which a job goes back; None if no server has lost anything.
 
     A server that has gone back less often than others was killed before it could, and counts like one that has lost
     its state. If the others have ended no round since they went back, it follows them.
@@ -71,15 +71,16 @@ def choose_cut(offers: Sequence[ServerOffer]) -> Return | None:
     # 1. Which servers should hold something of the job, and which of them do not?
     live = [one for one in offers if one.round > 0]
     cuts = [cut for one in offers for cut in one.cuts]
-    told = [one.holders for one in live] or [cut.holders for cut in cuts]
-    needed = [at for at in sorted(frozenset[int]().union(*told)) if at < len(offers)]
+    holders = [one.holders for one in live] or [cut.holders for cut in cuts]
+    needed = [at for at in sorted(frozenset[int]().union(*holders)) if at < len(offers)]
     generation = max([offers[at].generation for at in needed], default=0)
     newest = max(one.generation for one in offers)
     ahead = [offers[at] for at in needed if offers[at].generation == generation]
     lost = [at for at in needed if offers[at].round < 0 or offers[at].generation < generation]
     if not lost:
         return None
-    # 2. What some servers have gone back to already.
+    # 2. Some servers may have gone back already, told by a worker that died before it had told the others. They go on
+    # from there, as long as no round has ended since.
     restored = ahead[0].restored
     if (
         generation
@@ -88,15 +89,16 @@ def choose_cut(offers: Sequence[ServerOffer]) -> Return | None:
     ):
         begun = [cut for at in lost for cut in offers[at].cuts if cut.round == restored]
         if len(begun) == len(lost) or not restored:
-            return Return(begun[0] if restored else _BEGINNING, generation)
+            return CutChoice(begun[0] if restored else _BEGINNING, generation)
     # 3. The latest one that all have.
     at_server = [{cut.round for cut in one.cuts} for one in offers]
     common = [
         cut for cut in cuts if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
     ]
     if common:
-        return Return(max(common, key=lambda cut: cut.round), newest + 1)
-    # 4. Before the first one, the job begins again. What is later than that is not given up without being asked.
+        return CutChoice(max(common, key=lambda cut: cut.round), newest + 1)
+    # 4. There is none. A job that has not reached its first snapshot begins again; the progress of a later one is not
+    # thrown away without being asked.
     least = min(one.every for one in offers)
     latest = max([cut.round for cut in cuts] + [one.round - least for one in live], default=0)
     if latest > least or not least:
@@ -105,4 +107,4 @@ def choose_cut(offers: Sequence[ServerOffer]) -> Return | None:
             f"its servers: they have those of rounds {[sorted(one) for one in at_server]}. Stop the servers, and start "
             "the job with an empty --state-dir, from its last saved states"
         )
-    return Return(_BEGINNING, newest + 1)
+    return CutChoice(_BEGINNING, newest + 1)

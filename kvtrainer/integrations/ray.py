@@ -23,7 +23,7 @@ from typing import Any
 from kvtrainer.common.env import Topology, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import guard_import
-from kvtrainer.jobs.cluster import FollowedProcesses, start_servers
+from kvtrainer.jobs.cluster import ClusterProcesses, start_servers
 from kvtrainer.jobs.job import JobTimeouts
 from kvtrainer.jobs.processes import server_command
 
@@ -180,7 +180,7 @@ class KVServer:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._group = FollowedProcesses(JobTimeouts.grace, threading.Condition())
+        self._group = ClusterProcesses(JobTimeouts.grace, threading.Condition())
 
     def host(self) -> str:
         return _node_address()

@@ -107,7 +107,7 @@ class LocalCluster:
         self._running = threading.Lock()
         self._is_closed = False
         self._changed = threading.Condition()
-        self._group: FollowedProcesses | None = None
+        self._group: ClusterProcesses | None = None
         self.num_workers = workers
         self.servers: tuple[str, ...] = ()
         """Addresses of the servers, by index, as KVSTORE_SERVERS and `kvstore.create(servers=…)` take them."""
@@ -157,8 +157,8 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> FollowedProcesses:
-        group = self._group = FollowedProcesses(self._limits.grace, self._changed)
+    def _start(self) -> ClusterProcesses:
+        group = self._group = ClusterProcesses(self._limits.grace, self._changed)
         count, grace, flags = self._num_servers, self._limits.grace, self._server_args
         commands = {
             index: server_command(index, count, grace, flags, self._restart) for index in range(count)
@@ -175,9 +175,9 @@ class LocalCluster:
         if group is not None:
             group.close()
 
-    def _run(self, servers: FollowedProcesses, packed: bytes) -> list[Any]:
+    def _run(self, servers: ClusterProcesses, packed: bytes) -> list[Any]:
         code = MemFile()
-        group = FollowedProcesses(self._limits.grace, self._changed)
+        group = ClusterProcesses(self._limits.grace, self._changed)
         workers = _ClusterWorkers(group, self.num_workers, self.servers, code, self._restart)
         # 1. Start the workers, wait for all of them or for the first failure, and collect what they wrote.
         try:
@@ -196,7 +196,7 @@ class LocalCluster:
         return [outcome.value for outcome in outcomes if outcome is not None]
 
     def _wait(
-        self, servers: FollowedProcesses, group: FollowedProcesses, workers: _ClusterWorkers
+        self, servers: ClusterProcesses, group: ClusterProcesses, workers: _ClusterWorkers
     ) -> list[Child]:
         """Wait until all workers are done or some process fails. Return those that failed first, usually one."""
         failed: list[Child] = []
@@ -219,7 +219,7 @@ class _ClusterWorkers:
     """The workers of one run, by rank; each is started again when it fails, as often as is allowed."""
 
     def __init__(
-        self, group: FollowedProcesses, count: int, servers: tuple[str, ...], code: MemFile, restart: int
+        self, group: ClusterProcesses, count: int, servers: tuple[str, ...], code: MemFile, restart: int
     ) -> None:
         self._group = group
         self._topology = Topology(0, count, servers)
@@ -418,7 +418,7 @@ def print_line(target: int, tag: str, line: bytes) -> None:
         stream.flush()
 
 
-class FollowedProcesses(ProcessGroup):
+class ClusterProcesses(ProcessGroup):
     """Processes whose event loop runs in a thread. Notifies `changed` when one may have changed, and every second."""
 
     def __init__(self, grace: float, changed: threading.Condition) -> None:
@@ -488,7 +488,7 @@ class FollowedProcesses(ProcessGroup):
 
 
 def start_servers(
-    group: FollowedProcesses, commands: Mapping[int, Sequence[str]], seconds: float
+    group: ClusterProcesses, commands: Mapping[int, Sequence[str]], seconds: float
 ) -> tuple[str, ...]:
     """Start servers, given the command of each index, and return their addresses once all listen.
 

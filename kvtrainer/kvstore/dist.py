@@ -112,9 +112,11 @@ class DistKVStore(TableKVStore):
             connect_timeout=connect_timeout,
             dead_after=dead_after,
         )
-        least, most = topology.elastic or (0, topology.num_workers)
-        if most > MAX_WORKERS:
-            raise ConfigurationError(f"num_workers is {most}; a server takes up to {MAX_WORKERS} workers")
+        min_workers, max_workers = topology.elastic or (0, topology.num_workers)
+        if max_workers > MAX_WORKERS:
+            raise ConfigurationError(
+                f"num_workers is {max_workers}; a server takes up to {MAX_WORKERS} workers"
+            )
         if topology.elastic is not None and not self.mode.is_sync:
             raise ConfigurationError(
                 f"{env.ELASTIC} lets the number of workers change, which kvstore {type!r} does not support; use "
@@ -129,9 +131,9 @@ class DistKVStore(TableKVStore):
         check_text("namespace", namespace or "")
         self._options = SessionOptions(
             rank=topology.rank,
-            num_workers=most,
-            initial=0 if topology.elastic is None else topology.num_workers,
-            least=least,
+            num_workers=max_workers,
+            initial_workers=0 if topology.elastic is None else topology.num_workers,
+            min_workers=min_workers,
             timeout=env.read_timeout(os.environ, env.TIMEOUT, value=timeout),
             connect_timeout=env.read_timeout(os.environ, env.CONNECT_TIMEOUT, value=connect_timeout),
             dead_after=env.read_timeout(os.environ, env.DEAD_AFTER, value=dead_after),

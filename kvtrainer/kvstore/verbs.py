@@ -153,7 +153,7 @@ class TableKVStore(KVStoreBase):
     @property
     def num_workers(self) -> int:
         options = self._connected.options
-        return (options.initial or options.num_workers) if self.group is None else self.group.size
+        return (options.initial_workers or options.num_workers) if self.group is None else self.group.size
 
     @property
     def num_servers(self) -> int:

@@ -176,7 +176,7 @@ class Versions:
         marks = [int(slot[_MARK]) for slot in self._slots]
         fit = [mark for mark in marks if 0 <= mark <= round_]
         if not is_changed and any(mark < round_ for mark in fit):
-            fit.remove(round_) if round_ in fit else None
+            fit = [mark for mark in fit if mark < round_]
         if not fit:
             return None
         self._present = marks.index(max(fit))

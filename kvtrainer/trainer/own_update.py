@@ -1,4 +1,4 @@
-"""Resume a rank that updates its weights itself (`update_on_kvstore=False`).
+"""How a worker that updates its weights itself (`update_on_kvstore=False`) resumes after a restart.
 
 Servers have the sum of a round, and the worker has weights and the optimizer's state. Before each round the worker
 stores all of that where it outlives the process (`SurvivingMemory`), marked with the number of the round. If the round
@@ -46,8 +46,8 @@ def repeat_update(
     """
     holder, records = pipeline.binding.holder, resumed.records
     assert holder is not None
-    is_whole = resumed.outcome is not None
-    wanted = holder.round - is_whole
+    was_applied = resumed.outcome is not None
+    wanted = holder.round - was_applied
     found = _section(pipeline).find(wanted)
     if found is None or found.mark != wanted:
         raise WorkerLostError(
@@ -55,7 +55,7 @@ def repeat_update(
             "there any more. Restart the job from its last saved states"
         )
     # 1. All that the earlier process had before the round.
-    assigned = is_whole and records.last is not None and records.last.kind == ASSIGNED
+    assigned = was_applied and records.last is not None and records.last.kind == ASSIGNED
     states = {
         name.removeprefix(_STATES): value for name, value in found.tensors.items() if name.startswith(_STATES)
     }
@@ -65,7 +65,7 @@ def repeat_update(
             flat.copy_(found.tensors[_WEIGHTS + dtype])
     pipeline.memory.arena.mark_updated(None)
     # 2. The update of the round, if it counts.
-    if is_whole and not assigned:
+    if was_applied and not assigned:
         outcome, names = resumed.outcome, pipeline.memory.names
         assert outcome is not None
         updated: list[bool] | None = [i not in outcome.left_out for i in range(len(names))]

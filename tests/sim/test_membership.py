@@ -65,7 +65,7 @@ class Worker:
         if self.state == "hello":
             return [
                 (s, m.Hello("j", self.rank, CAPACITY, s, SERVERS, "", self.peer.decode(), self.peer.ljust(16),
-                            (self.peer,), resumes=True, initial=INITIAL, least=LEAST))
+                            (self.peer,), resumes=True, initial_workers=INITIAL, min_workers=LEAST))
                 for s in range(SERVERS) if s not in self.sessions
             ]  # fmt: skip
         if self.state == "register":

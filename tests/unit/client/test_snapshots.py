@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore_server.errors import ProtocolError, ServerLostState
-from kvtrainer.client.snapshots import Return, ServerOffer, StoredCut, choose_cut, read_offer
+from kvtrainer.client.snapshots import CutChoice, ServerOffer, StoredCut, choose_cut, read_offer
 
 BOTH = frozenset({0, 1})
 
@@ -49,17 +49,17 @@ def returned(round_: int, restored: int, *cuts: int, times: int = 1) -> ServerOf
     [
         ([returned(100, 100, 50, 100), returned(104, 100, 50, 100)], None),
         # One was killed before it could go back, and has the state of before.
-        ([returned(100, 100, 50, 100), offer(107, 50, 100)], Return(StoredCut(100, BOTH), 1)),
-        ([returned(100, 100, 50, 100), offer(100, 50, 100)], Return(StoredCut(100, BOTH), 1)),
-        ([returned(-1, 0), offer(30)], Return(StoredCut(0, frozenset()), 1)),
+        ([returned(100, 100, 50, 100), offer(107, 50, 100)], CutChoice(StoredCut(100, BOTH), 1)),
+        ([returned(100, 100, 50, 100), offer(100, 50, 100)], CutChoice(StoredCut(100, BOTH), 1)),
+        ([returned(-1, 0), offer(30)], CutChoice(StoredCut(0, frozenset()), 1)),
         # It has lost its state after they went on.
-        ([returned(120, 50, 50, 100), offer(-1, 50, 100)], Return(StoredCut(100, BOTH), 2)),
+        ([returned(120, 50, 50, 100), offer(-1, 50, 100)], CutChoice(StoredCut(100, BOTH), 2)),
         # The snapshot is damaged there.
-        ([returned(100, 100, 50, 100), offer(107, 50)], Return(StoredCut(50, BOTH), 2)),
+        ([returned(100, 100, 50, 100), offer(107, 50)], CutChoice(StoredCut(50, BOTH), 2)),
     ],
 )
 def test_a_server_that_was_killed_before_it_went_back_follows_the_others(
-    offers: list[ServerOffer], expected: Return | None
+    offers: list[ServerOffer], expected: CutChoice | None
 ) -> None:
     for some in (offers, offers[::-1]):
         assert choose_cut(some) == expected
@@ -83,7 +83,7 @@ def test_a_server_without_tables_that_went_back_alone_goes_back_again_with_the_o
     """The one with the tables could not read its snapshot after the other one had gone back."""
     cut = StoredCut(50, frozenset({1}))
     alone = returned(-1, 100)._replace(holders=frozenset())
-    assert choose_cut([alone, offer(-1)._replace(cuts=[cut])]) == Return(cut, 2)
+    assert choose_cut([alone, offer(-1)._replace(cuts=[cut])]) == CutChoice(cut, 2)
 
 
 def test_an_answer_that_is_no_offer_is_a_protocol_error() -> None:

@@ -9,8 +9,8 @@ from kvstore_server.engine.views import Views
 from kvstore_server.errors import ConfigurationError, ProtocolError
 
 
-def views_of(initial: int = 3, least: int = 1) -> Views:
-    return Views(8, initial, least)
+def views_of(initial_workers: int = 3, min_workers: int = 1) -> Views:
+    return Views(8, initial_workers, min_workers)
 
 
 def test_a_rank_that_asks_joins_at_the_end_of_the_round() -> None:
@@ -38,14 +38,14 @@ def test_a_rank_that_leaves_is_gone_at_once_unless_it_has_committed() -> None:
 
 
 def test_as_many_ranks_stay_as_must_be_left() -> None:
-    views = views_of(least=2)
+    views = views_of(min_workers=2)
     views.leaving |= {0, 1, 2}
     assert views.remove(committed=[]) == [0]
     assert not views.may_leave()
 
 
 def test_a_rank_that_joins_makes_room_for_one_that_leaves() -> None:
-    views = views_of(initial=2, least=2)
+    views = views_of(initial_workers=2, min_workers=2)
     views.leaving.add(0)
     views.joining.add(7)
     assert views.end_round(3, True) == [0]
@@ -75,7 +75,9 @@ def test_what_is_stored_comes_back() -> None:
     assert (again.current, again.ended, again.since) == (views.current, views.ended, views.since)
 
 
-@pytest.mark.parametrize(("capacity", "initial", "least"), [(4, 2, 3), (2, 3, 1), (3, 2, 0)])
-def test_limits_that_contradict_each_other_are_refused(capacity: int, initial: int, least: int) -> None:
+@pytest.mark.parametrize(("capacity", "initial_workers", "min_workers"), [(4, 2, 3), (2, 3, 1), (3, 2, 0)])
+def test_limits_that_contradict_each_other_are_refused(
+    capacity: int, initial_workers: int, min_workers: int
+) -> None:
     with pytest.raises(ConfigurationError):
-        Views(capacity, initial, least)
+        Views(capacity, initial_workers, min_workers)
