@@ -372,7 +372,8 @@ class Shard:
         if borrowed:
             self._cuts.begin()
         chunks = self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone)
-        plan = None if self._undo_plans is None else self._undo_plans.begin(chunks)
+        undo_plans = self._undo_plans
+        plan = None if undo_plans is None else undo_plans.begin(chunks)
         for at, chunk in enumerate(chunks):
             if chunk.present is not None and not chunk.present.any():
                 continue
@@ -382,8 +383,8 @@ class Shard:
                 if scale != 1.0:
                     total, scale = total.mul_(scale), 1.0
                 apply_decision(total, decision)
-            if plan is not None and self._journal is not None:
-                self._journal.protect_part(plan, at)
+            if plan is not None and undo_plans is not None:
+                undo_plans.protect(plan, at, chunk)
             else:
                 self.storage.protect_state(chunk.block, chunk.place)
             weight = self.storage.borrow(chunk.first, chunk.end, are_protected=plan is not None)

@@ -503,11 +503,8 @@ class Storage:
             self.journal.protect([weights, *written])
 
     def note_protected(self, first: int, end: int) -> None:
-        self.note_copied(slice(first, end))
-
-    def note_copied(self, slots: Counts | slice) -> None:
         assert self.journal is not None
-        self.protected_at[slots] = self.journal.number * _KINDS + _COPIED
+        self.protected_at[first:end] = self.journal.number * _KINDS + _COPIED
 
     def end_change(self, slots: Counts) -> None:
         """Record that a round of these slots has ended: those that it has not written are as they were before it."""

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvstore_server.durable.journal import Journal, UndoPlan
 from kvstore_server.shard.reduction import ReduceChunk
-from kvstore_server.shard.storage import Counts, Storage
+from kvstore_server.shard.storage import Storage
 
 _MOST = 64
 """Plans that are kept; a table has one for each set of keys that a round can leave out."""
@@ -29,7 +28,6 @@ class _Planned(NamedTuple):
     """Referenced, so that their identity stays their own."""
     state: list[Tensor]
     """All memory for optimizer state when the plan was made."""
-    slots: Counts
 
 
 class UndoPlans:
@@ -42,7 +40,7 @@ class UndoPlans:
         """By the identity of the chunks, which are cached themselves."""
 
     def begin(self, chunks: Sequence[ReduceChunk]) -> UndoPlan | None:
-        """Begin to update chunks one after the other; each is then protected by `Journal.protect_part`.
+        """Begin to update chunks one after the other; each is then protected by `protect`, unless it is left out.
 
         Return None if they have to be protected in another way, because weights have moved or would, or because
         something else was protected in the same change.
@@ -54,13 +52,14 @@ class UndoPlans:
         if known is None or len(known.state) != len(state) or not all(map(is_, known.state, state)):
             if len(self._known) >= _MOST:
                 self._known.clear()
-            slots = np.concatenate([np.arange(chunk.first, chunk.end) for chunk in chunks])
-            known = _Planned(self._journal.plan(map(self._written_by, chunks)), chunks, state, slots)
+            known = _Planned(self._journal.plan(map(self._written_by, chunks)), chunks, state)
             self._known[id(chunks)] = known
-        if not self._journal.begin_plan(known.plan):
-            return None
-        self._storage.note_copied(known.slots)
-        return known.plan
+        return known.plan if self._journal.begin_plan(known.plan) else None
+
+    def protect(self, plan: UndoPlan, at: int, chunk: ReduceChunk) -> None:
+        """Copy all that the update of a chunk writes, which is part `at` of the plan, to the journal's shadow."""
+        self._journal.protect_part(plan, at)
+        self._storage.note_protected(chunk.first, chunk.end)
 
     def _written_by(self, chunk: ReduceChunk) -> Iterable[Tensor]:
         """Return all memory that an update of a chunk writes."""

@@ -386,6 +386,24 @@ def test_weights_before_a_round_of_other_keys_are_the_present_ones(store: HeldDe
         assert (table.version, now.former(table)) == (round_, before[0])
 
 
+def test_weights_of_a_key_that_is_sent_and_left_out_are_as_before(store: HeldDescriptors) -> None:
+    case = Case([[BIG, BIG._replace(key="other")]], ("sgd", {}), rounds=2)
+    job = Job(case, store)
+    job.run()
+    before, round_, slices = job.weights(), case.rounds + 1, case.plans[0].slices
+    for rank in range(case.ranks):
+        for slice_ in slices:
+            assert job.send([(rank, 50_000 + slice_.index, job._slice(round_, rank, 0, slice_))])
+        commits = m.matrix([(0, round_, len(slices), 0, -1, 0)], m.COMMIT_WORDS)
+        empty = m.matrix((), m.PUSH_WORDS)
+        job.ask(rank, m.Contribute(empty, (), commits, timeout=600.0, absent=((0, 1),)))
+    are_same = [was == is_ for was, is_ in zip(before[0], job.weights()[0], strict=True)]
+    assert are_same == [slice_.segments[0].key == 1 for slice_ in slices]
+    for now in (job, Job(case, store)):
+        [table] = now.engine.namespaces["job"].tables
+        assert (table.version, now.former(table)) == (round_, before[0])
+
+
 def test_weights_before_a_round_that_changed_nothing_are_the_present_ones(store: HeldDescriptors) -> None:
     case = CASES["sgd"]
     job = Job(case, store)
