@@ -2,9 +2,10 @@
 
     python benchmarks/durability.py --out benchmarks/results/durability
 
-The same jobs in turns with `--durability off` and `process`, both under `kvlaunch --restart`, with workers that call
-`resume()`: 100 MiB in 16 tensors with Adam; 1,000 parameters of 1,000 floats with Adam; one parameter of 16 floats with
-SGD; and a table of 1 M rows of 64 floats of which each worker has 8,192 ids in a step, with lazy Adam.
+The same jobs in turns with `--durability off`, with `process`, and with snapshots every 50 rounds as well, all under
+`kvlaunch --restart`, with workers that call `resume()`: 100 MiB in 16 tensors with Adam; 1,000 parameters of 1,000
+floats with Adam; one parameter of 16 floats with SGD; and a table of 1 M rows of 64 floats of which each worker has
+8,192 ids in a step, with lazy Adam.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict
@@ -28,14 +30,16 @@ from steps import Work
 
 HERE = Path(__file__).resolve().parent
 TITLE = "A step with state that outlives the servers: --durability process and off"
-MODES = ("process", "off")
+SNAPSHOTS = "process + snapshots"
+MODES = ("process", "off", SNAPSHOTS)
 BEFORE = "process before"
+SNAPSHOT_EVERY = 50
 DENSE = {
-    "large": Work(16, 1_638_400, rounds=25),
-    "keys": Work(1000, 1000, warm_up=10, rounds=100),
+    "large": Work(16, 1_638_400, rounds=2 * SNAPSHOT_EVERY),
+    "keys": Work(1000, 1000, warm_up=10, rounds=4 * SNAPSHOT_EVERY),
     "small": Work(1, 16, "sgd", warm_up=100, rounds=2000),
 }
-SPARSE = {"sparse": Table(1_000_000, 64, 8_192, rounds=30)}
+SPARSE = {"sparse": Table(1_000_000, 64, 8_192, rounds=4 * SNAPSHOT_EVERY)}
 Job = step_jobs.Job | Table
 
 
@@ -45,7 +49,9 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
     systems = {name: "" for name in (*MODES, BEFORE) if name != BEFORE or options.before}
-    question = suite.Question(TITLE, suite.choose(systems, options.systems), is_first_slowest=True)
+    question = suite.Question(
+        TITLE, suite.choose(systems, options.systems), is_first_slowest=True, more={"mean ms": "mean"}
+    )
     chosen = suite.choose(dict.fromkeys((*DENSE, *SPARSE), ""), options.cases)
     jobs: list[Job] = [
         SPARSE[name] if name in SPARSE else step_jobs.Job((DENSE[name],), options.workers, options.servers)
@@ -76,12 +82,19 @@ def _measure(system: str, job: Job, options: argparse.Namespace) -> dict[harness
 
 
 def _run(system: str, script: str, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
+    """Run a job; add the mean of its steps in ms, because a snapshot shows in one step of many."""
     checkout = options.before if system == BEFORE else ""
     flags = ["--restart", "1", "--durability", system.split()[0]]
     command = [sys.executable, str(HERE / script), *arguments]
-    return harness.run_kvtrainer_job(
-        command, options.workers, options.servers, options.job_timeout, checkout, flags=flags
-    )
+    with tempfile.TemporaryDirectory(prefix="kvtrainer-snapshots-") as folder:
+        if system == SNAPSHOTS:
+            flags += ["--state-dir", folder, "--snapshot-every", str(SNAPSHOT_EVERY)]
+        found = harness.run_kvtrainer_job(
+            command, options.workers, options.servers, options.job_timeout, checkout, flags=flags
+        )
+    return {
+        name: {**values, "mean": 1e3 * statistics.mean(values["rounds"])} for name, values in found.items()
+    }
 
 
 def _options() -> argparse.Namespace:
