@@ -30,11 +30,11 @@ from typing import NamedTuple
 
 FIRST = 3
 """The first descriptor that a process finds at its start."""
-MOST = 4096
+MAX_DESCRIPTORS = 4096
 """The most descriptors that a store keeps."""
 _LONGEST = 4096
 """Bytes of the longest datagram."""
-_MOST_AT_ONCE = 253
+_MAX_AT_ONCE = 253
 """Descriptors that Linux passes in one datagram."""
 _CREDENTIALS = struct.Struct("3i")
 """ucred of unix(7): pid, user, group."""
@@ -58,7 +58,7 @@ class DescriptorStore:
         warn: Is told of descriptors that were not kept.
     """
 
-    def __init__(self, limit: int = MOST, warn: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, limit: int = MAX_DESCRIPTORS, warn: Callable[[str], None] = lambda _: None) -> None:
         self._limit = limit
         self._warn = warn
         self._kept: list[Kept] = []
@@ -100,7 +100,7 @@ class DescriptorStore:
         Call it before the leader of the group is reaped, or what it sent last may count as a stranger's.
         """
         while True:
-            space = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * _MOST_AT_ONCE)
+            space = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * _MAX_AT_ONCE)
             try:
                 data, parts, flags, _ = self._socket.recvmsg(_LONGEST, space, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 DEAD_AFTER = 60.0
 """Seconds of silence after which a worker or a server counts as lost, unless an option says otherwise."""
-LAST_WORDS = 0.25
+FINAL_MESSAGE_TIME = 0.25
 """An ended process counts as dead after this many seconds without a message, because its last message, which says why
 it left, may still be on its way.
 """

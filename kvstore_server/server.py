@@ -45,8 +45,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     KEYS_PER_MESSAGE,
     MAX_FRAME,
+    MAX_FRAMES,
     MAX_PAYLOAD,
-    MOST_FRAMES,
     SENT_ALONE,
     Frame,
     LongMessage,
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 TICK = 0.1
 """Seconds between checks of deadlines."""
-STANDSTILL = 1.0
+SUSPENDED_AFTER = 1.0
 """If a turn of the loop takes longer than this (seconds), the server itself was stopped or very busy."""
 TURN = 0.05
 """Seconds after which a turn receives no more messages; a single message does not take much longer."""
@@ -77,12 +77,12 @@ _MUCH = 32 << 20
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 """Plain ints; ZeroMQ's enum members take several times as long to combine."""
-_MOST_COPIES = 4
-_LEAST, _OF_PART = 4096, 256
+_MAX_COPIES = 4
+_MESSAGE_COST, _PART_COST = 4096, 256
 """The fixed cost of a message, and of each of its parts, expressed in bytes."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
 OFF, PROCESS = "off", "process"
-_LAST_WORDS = 1.0
+_MIN_LINGER = 1.0
 """The least time in seconds for queued replies to leave when the server ends."""
 
 
@@ -307,9 +307,11 @@ class Server:
                     self._listener.receive(self._answer)
             # 3. If this turn took very long, the workers' messages have not been read yet: do not call them silent.
             now = self._clock()
-            if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
+            if now - looked > SUSPENDED_AFTER or (
+                self._frames and now - self._incoming_since > SUSPENDED_AFTER
+            ):
                 self.service.reset_liveness(now)
-                next_tick = now + STANDSTILL  # what the workers said meanwhile has yet to be read
+                next_tick = now + SUSPENDED_AFTER  # what the workers said meanwhile has yet to be read
             # 4. Housekeeping: channels, deadlines, and memory of namespaces that have ended.
             looked = now
             if now >= next_tick:
@@ -336,7 +338,7 @@ class Server:
     def close(self) -> None:
         """Close the socket. Queued replies get the rest of the drain timeout, at least a second, to leave."""
         left = self._drain_until - self._clock() if self.service.is_stopping else 0.0
-        self._socket.close(linger=int(1000 * max(left, _LAST_WORDS)))
+        self._socket.close(linger=int(1000 * max(left, _MIN_LINGER)))
         if self._listener is not None:
             self._listener.close()
         self._context.term()
@@ -363,7 +365,7 @@ class Server:
                     return
                 if self._long is not None:
                     self._long.take(frame)
-                elif len(self._frames) > MOST_FRAMES:
+                elif len(self._frames) > MAX_FRAMES:
                     self._long = LongMessage([*self._frames[1:], frame], self._options.max_message_bytes)
                 else:
                     self._frames.append(frame)
@@ -419,7 +421,7 @@ class Server:
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         """Send replies, or queue them: for a slow peer, behind other replies, or because this turn has sent enough."""
         self._copies.clear()
-        for peer, reply in packed(self._news(replies) if self._backlog else replies, self._portion):
+        for peer, reply in packed(self._without_queued(replies) if self._backlog else replies, self._portion):
             waiting = self._backlog.get(peer)
             if waiting is None:
                 if self._budget > 0 and self._try_send(peer, reply) is not _Sent.LATER:
@@ -431,9 +433,9 @@ class Server:
             if self._debug_log is not None:
                 self._debug_log.message("queued", self._name_of(peer), reply.number, reply.body)
 
-    def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
+    def _without_queued(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
         """Remove weights that are queued for their peer already, because the request was repeated."""
-        news = []
+        found = []
         for out in replies:
             waiting = self._backlog.get(out.peer)
             if waiting is not None and waiting.has_state and isinstance(out.reply.body, m.SliceState):
@@ -443,8 +445,8 @@ class Server:
                 self._drop_backlog(out.peer)
             elif waiting is not None:
                 out = m.Outgoing(out.peer, waiting.without_coming(out.reply))
-            news.append(out)
-        return news
+            found.append(out)
+        return found
 
     def _portion(self, peer: bytes) -> int:
         channel = self._channels.get(peer)
@@ -503,7 +505,7 @@ class Server:
         """Copy the frame of a payload, unless it was copied just before."""
         where = payload.data_ptr(), payload.nbytes
         if where not in self._copies:
-            if len(self._copies) == _MOST_COPIES:
+            if len(self._copies) == _MAX_COPIES:
                 self._copies.clear()
             self._copies[where] = payload, zmq.Frame(frame, copy=True)
         return self._copies[where][1]
@@ -574,7 +576,7 @@ class Backlog:
         if len(bodies) > 1:
             self.replies.popleft()
             self.replies.extendleft([m.Reply(first.number, body) for body in reversed(bodies)])
-            self.nbytes += _LEAST * (len(bodies) - 1)
+            self.nbytes += _MESSAGE_COST * (len(bodies) - 1)
             self._frames = None
 
     def frames(self) -> Sequence[Any]:
@@ -592,9 +594,9 @@ class Backlog:
         """Return the reply without weights that are queued already, because its request was repeated."""
         if not isinstance(reply.body, m.Weights):
             return reply
-        news = [at for at, key in enumerate(_reply_keys(reply)) if key not in self._coming]
-        payloads = tuple([reply.body.payloads[at] for at in news])
-        parts, zero_copy = reply.body.parts[news], reply.body.zero_copy
+        missing = [at for at, key in enumerate(_reply_keys(reply)) if key not in self._coming]
+        payloads = tuple([reply.body.payloads[at] for at in missing])
+        parts, zero_copy = reply.body.parts[missing], reply.body.zero_copy
         return m.Reply(reply.number, m.Weights(parts, payloads, zero_copy, reply.body.locations))
 
 
@@ -606,8 +608,8 @@ def _size_of(reply: m.Reply) -> int:
     """Estimate the cost of a reply in bytes, with the fixed cost of the message and of each part."""
     body = reply.body
     if isinstance(body, m.Weights):
-        return _LEAST + _OF_PART * len(body.payloads) + sum(map(_nbytes_of, body.payloads))
-    return _LEAST + (len(body.data) if isinstance(body, m.SliceState) else 0)
+        return _MESSAGE_COST + _PART_COST * len(body.payloads) + sum(map(_nbytes_of, body.payloads))
+    return _MESSAGE_COST + (len(body.data) if isinstance(body, m.SliceState) else 0)
 
 
 def _reply_keys(reply: m.Reply) -> list[tuple[int, int, int]]:

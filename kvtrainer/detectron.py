@@ -24,7 +24,7 @@ _SOLVER: Mapping[str, Any] = {
 _DEFAULTS = {**{f"SOLVER.{name}": value for name, value in _SOLVER.items()}, "NUM_GPUS": 1, "USE_NCCL": False}
 """Detectron's keys that concern the optimizer, with its defaults."""
 _SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in _DEFAULTS))
-_LEAST_RATE = 1e-7
+_MIN_RATE = 1e-7
 """Detectron does not correct the momentum below this learning rate, which it takes for a placeholder."""
 
 
@@ -112,7 +112,7 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     }
     if solver["SCALE_MOMENTUM"]:
         threshold = solver["SCALE_MOMENTUM_THRESHOLD"]
-        options["momentum_correction"] = {"threshold": threshold, "min_lr": _LEAST_RATE}
+        options["momentum_correction"] = {"threshold": threshold, "min_lr": _MIN_RATE}
     return {
         "params": model,
         "optimizer": "sgd",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvstore_server.cli import build_parser
-from kvstore_server.descriptor_store import MOST
+from kvstore_server.descriptor_store import MAX_DESCRIPTORS
 from kvstore_server.restarts import CRASH_LOOP, REPLACED, RESTARTS
 from kvstore_server.supervisor import DURABILITY
 from kvtrainer.common.env import Topology, read_topology
@@ -292,7 +292,7 @@ def test_systemd_takes_the_unit_and_a_mistake_would_have_been_noticed(tmp_path: 
 
 def test_the_unit_keeps_the_memory_of_a_server_and_starts_it_again_unless_that_is_in_vain() -> None:
     unit, service = dict(settings("Unit")), dict(settings("Service"))
-    assert (service["Restart"], int(service["FileDescriptorStoreMax"])) == ("on-failure", MOST)
+    assert (service["Restart"], int(service["FileDescriptorStoreMax"])) == ("on-failure", MAX_DESCRIPTORS)
     assert service["RestartPreventExitStatus"].split() == ["2", str(REPLACED)]
     assert service["Type"] == "notify"
     assert int(unit["StartLimitBurst"]) == CRASH_LOOP

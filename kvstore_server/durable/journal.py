@@ -11,8 +11,8 @@ Invariants:
 - The record follows the copy, and the change follows the record.
 - A change that is made again and again in the same parts of memory has an `UndoPlan`, which is recorded once. How many
   of its parts are copied is a number in memory (`Progress`), so that copying a part takes no record.
-- The shadow keeps what it has until the next change of these bytes: the values before the last change. Which rows a
-  change has protected is known as long as no later change protects rows of the same matrix (`former_rows`).
+- A commit does not clear the shadow: until these bytes change again, it has the values before the last change, and for
+  a matrix it is known which rows these are (`former`, `former_rows`).
 - What is held (`hold`) stays protected over commits, until it is released: a change that is made in several commits is
   undone as a whole.
 """
@@ -72,18 +72,18 @@ class Ranges:
         # The first range that touches it, and the end of those that do.
         first = bisect_left(self._ends, begin)
         last = first
-        news, at = [], begin
+        new, at = [], begin
         while last < len(self._begins) and self._begins[last] <= end:
             if at < self._begins[last]:
-                news.append((at, self._begins[last]))
+                new.append((at, self._begins[last]))
             at = max(at, self._ends[last])
             last += 1
         if at < end:
-            news.append((at, end))
+            new.append((at, end))
         if first < last:
             begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
         self._begins[first:last], self._ends[first:last] = [begin], [end]
-        return news
+        return new
 
     def parts(self) -> list[tuple[int, int]]:
         return list(zip(self._begins, self._ends, strict=True))
@@ -145,10 +145,9 @@ class Journal:
         record: Writes to the log: one of `RANGES`, `ROWS` and `PLAN`, and the data.
 
     Attributes:
-        number: Counts commits, and so identifies the present change.
+        number: Counts the commits of this process.
         generation: Of the log.
-        change: Identifies the present change to the next process, by the log alone; `NO_CHANGE` as long as there is no
-            log.
+        change: The id of the present change that the next process finds in the log; `NO_CHANGE` without a log.
         is_open: Whether something was protected since the last commit.
     """
 
@@ -278,30 +277,30 @@ class Journal:
             return
         region, begin, end = place
         # 1. Leave out what is protected already: by rows of the same matrix, or with all of it.
-        width, news = rows.nbytes // len(rows), ids.numpy()
+        width, new = rows.nbytes // len(rows), ids.numpy()
         for first, last in self._ranges[region.number].parts() if region.number in self._ranges else ():
-            low, high = begin + news * width, begin + (news + 1) * width
+            low, high = begin + new * width, begin + (new + 1) * width
             is_cut = (low < last) & (high > first) & ~((low >= first) & (high <= last))
             if is_cut.any():  # some rows in part: protect all of the matrix
                 self.protect([rows])
                 return
-            news = news[(low >= last) | (high <= first)]
+            new = new[(low >= last) | (high <= first)]
         others = self._rows.setdefault(region.number, [])
         for start, other_width, known in others:
             if (start, other_width) == (begin, width):
-                news = np.setdiff1d(news, known, assume_unique=True)
+                new = np.setdiff1d(new, known, assume_unique=True)
             elif start < end and start + (int(known.max()) + 1) * other_width > begin:
                 self.protect([rows])  # another matrix in the same memory
                 return
-        if not len(news):
+        if not len(new):
             return
         # 2. Copy the others, and record them.
         shadow = self.shadow(region)
-        _rows_in(shadow.bytes, begin, width, news)[news] = _rows_in(region.bytes, begin, width, news)[news]
-        others.append((begin, width, news.copy()))
+        _rows_in(shadow.bytes, begin, width, new)[new] = _rows_in(region.bytes, begin, width, new)[new]
+        others.append((begin, width, new.copy()))
         self.is_open = True
         failpoint("server.journal.rows_copied")
-        self._record(ROWS, pack_rows(region.number, begin, width, news))
+        self._record(ROWS, pack_rows(region.number, begin, width, new))
 
     def former_rows(self, rows: Tensor, change: int) -> tuple[Ids, Tensor] | None:
         """Return which rows of a contiguous matrix were protected before a change, and copies of their values then.

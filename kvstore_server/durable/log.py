@@ -36,7 +36,7 @@ _SEED = struct.Struct("<QQQI")
 _FIRST = 32
 _END_AT, _GENERATION_AT = 8, 16
 _SHIFT = 24
-_LEAST_SIZE = 1 << 16
+_MIN_SIZE = 1 << 16
 """Bytes of the file of a new log."""
 
 
@@ -59,7 +59,7 @@ class Log:
         self.close.atexit = False
         self.generation = generation
         self.end = _FIRST
-        self._grow(_LEAST_SIZE)
+        self._grow(_MIN_SIZE)
         checksum = zlib.crc32(_MAGIC + _GENERATION.pack(generation, 0, 0))
         _GENERATION.pack_into(self._map, _GENERATION_AT, generation, checksum, 0)
         self._publish()

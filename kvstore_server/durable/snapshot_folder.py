@@ -39,7 +39,7 @@ FORMAT, VERSION = "kvstore-server snapshot", 1
 _TENSORS, _MANIFEST, _LOCK = "tensors.safetensors", "manifest.json", "lock"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"round-[0-9]{12}\.[0-9a-f]{8}")
-_MOST_MANIFEST = 64 << 20
+_MAX_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
 
 
@@ -233,7 +233,7 @@ def read_snapshot(folder: Path) -> StoredSnapshot:
     path = folder / _MANIFEST
     try:
         with open(path, "rb") as file:
-            data = file.read(_MOST_MANIFEST + 1)
+            data = file.read(_MAX_MANIFEST + 1)
     except OSError as error:
         raise RecoveryError(f"{path} cannot be read: {error}") from None
     content = _verified(data)

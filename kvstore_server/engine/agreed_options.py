@@ -141,12 +141,12 @@ class AgreedOptions:
         senders = [rank for rank in self._sent if rank not in without] or list(self._sent)
         return self._sent[min(senders)] if senders else b""
 
-    def common(self, ranks: Collection[int], news: Mapping[int, bytes] = {}) -> bytes:
-        """Return what these ranks sent or (`news`) will send, packed. Raises PlanMismatchError if they differ."""
-        if not self._sent and not news:
+    def common(self, ranks: Collection[int], declared: Mapping[int, bytes] = {}) -> bytes:
+        """Return what these ranks sent or (`declared`) will send, packed. Raises PlanMismatchError if they differ."""
+        if not self._sent and not declared:
             return b""
         # Only these ranks' values count: others may have joined, or left.
-        sent = {rank: packed for rank, packed in {**self._sent, **news}.items() if rank in ranks}
+        sent = {rank: packed for rank, packed in {**self._sent, **declared}.items() if rank in ranks}
         if len(set(sent.values())) > 1:
             way_out = "change them in the same step on every worker"
             _check_equal(sent, _said_of_options, "disagree on hyper-parameters", way_out)

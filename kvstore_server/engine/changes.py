@@ -11,7 +11,7 @@ from torch import Tensor
 from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer.state import Entries
 
-_MOST_BASES = 1024
+_MAX_BASES = 1024
 """Sets of tables whose rounds end together; more are forgotten and begin again with an image."""
 
 
@@ -54,7 +54,7 @@ class Changes:
     last_base: int = 0
 
     def keep_base(self, tables: tuple[int, ...], base: Any) -> None:
-        if len(self.bases) >= _MOST_BASES:
+        if len(self.bases) >= _MAX_BASES:
             self.bases.clear()
         self.bases[tables] = base
 

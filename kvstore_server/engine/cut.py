@@ -28,7 +28,7 @@ from kvstore_server.errors import RecoveryError
 from kvstore_server.optimizer.state import States, bytes_of, describe_states, unpack_states
 
 _LINE = 64
-_LEAST_CHUNK = 16 << 20
+_MIN_CHUNK = 16 << 20
 
 
 class CopyBuffer:
@@ -54,7 +54,7 @@ class CopyBuffer:
         while self._at < len(self._chunks) and self._used + nbytes > self._chunks[self._at].nbytes:
             self._at, self._used = self._at + 1, 0
         if self._at == len(self._chunks):
-            self._chunks.append(torch.empty(max(nbytes, _LEAST_CHUNK), dtype=torch.uint8, device="cpu"))
+            self._chunks.append(torch.empty(max(nbytes, _MIN_CHUNK), dtype=torch.uint8, device="cpu"))
         own = self._chunks[self._at][self._used : self._used + tensor.nbytes]
         self._used += nbytes
         return own.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -53,10 +53,10 @@ from kvstore_server.engine.image import (
 )
 from kvstore_server.engine.increments import (
     RoundIncrements,
-    expanded,
+    expand_increments,
     increments_of,
     note_base,
-    unpacked,
+    unpack_increments,
 )
 from kvstore_server.engine.membership import Sessions
 from kvstore_server.engine.namespace import Namespace
@@ -74,7 +74,7 @@ _PROTECTED = {RANGES: _RANGES, ROWS: _ROWS, PLAN: _PLAN}
 _CHANGE = struct.Struct("<q")
 _COMMIT_HEAD = struct.Struct("<qq")
 """The journal's number, and the bytes of what it holds."""
-_LEAST, _GROWTH = 1 << 20, 4
+_MIN_LOG, _GROWTH = 1 << 20, 4
 """A log is replaced when it is longer than both: bytes, and times the length of its beginning."""
 
 
@@ -167,7 +167,7 @@ class _Images:
             self._put(("client", table, rank), {"clients": [[table, rank, states]]})
         if more.hypers:
             self.add({"hypers": more.hypers})
-        self._put(("round", more.number), expanded(base, more))
+        self._put(("round", more.number), expand_increments(base, more))
 
     def _put(self, key: Any, image: Image) -> None:
         self._found.pop(key, None)
@@ -209,7 +209,7 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
             rows_before |= join_rows(change, [unpack_rows(one.data) for one in undo if one.kind == _ROWS])
             if record.kind == _ROUND:
                 undo = []
-                number, more = unpacked(record.data[_COMMIT_HEAD.size :])
+                number, more = unpack_increments(record.data[_COMMIT_HEAD.size :])
                 if number not in images:
                     raise RecoveryError(
                         f"the stored log has a round of a namespace {number} that it does not have"
@@ -218,9 +218,9 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
                 continue
             first = _COMMIT_HEAD.size
             undo = [Record(_RANGES, record.data[first : first + size])]
-            ended, news, names = unpack(record.data[first + size :])
+            ended, new_images, names = unpack(record.data[first + size :])
             finished = finished if names is None else names
-            for number, image in news:
+            for number, image in new_images:
                 images.setdefault(number, _Images()).add(image)
                 last_space = max(last_space, number)
             for number in ended:
@@ -337,7 +337,7 @@ class Durability:
         self.journal.commit(_change_after(self._log.generation, self._commits))
         ended = bool(self._ended)
         self._ended.clear()
-        if ended or self._log.end > max(_LEAST, _GROWTH * self._least):
+        if ended or self._log.end > max(_MIN_LOG, _GROWTH * self._least):
             try:
                 self.compact(namespaces, sessions, finished)
             except RecoveryError as error:  # the supervisor is gone: go on without one

@@ -42,7 +42,7 @@ from kvstore_server.engine.elastic import (
     finished_error,
     tell_members,
 )
-from kvstore_server.engine.facts import FRESH, MOST_JOBS, read_report
+from kvstore_server.engine.facts import FRESH, MAX_JOBS, read_report
 from kvstore_server.engine.membership import RankSession, Sessions, random_token
 from kvstore_server.engine.namespace import EngineConfig, Namespace, TableBatch
 from kvstore_server.engine.rounds import (
@@ -76,7 +76,7 @@ from kvstore_server.errors import (
 from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
-from kvstore_server.processes import LAST_WORDS, Processes, ProcessState
+from kvstore_server.processes import FINAL_MESSAGE_TIME, Processes, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision
 from kvstore_server.shard.shard import Leases, Partial, Updater
@@ -394,7 +394,7 @@ class Engine:
                 if session.state is not ProcessState.ENDED:
                     session.state, session.seen_at = ProcessState.ENDED, now
                     space = self.namespaces[hello.namespace]  # checked rarely if large
-                    space.next_check = min(space.next_check, now + LAST_WORDS)
+                    space.next_check = min(space.next_check, now + FINAL_MESSAGE_TIME)
                 elif session.is_dead(now) and not session.is_logged:
                     session.is_logged = True
                     what = session.how_ended or "has ended"
@@ -873,7 +873,7 @@ class Engine:
     def _release(self, space: Namespace) -> list[m.Outgoing]:
         ready = space.waits.take_ready()
         for number in dict.fromkeys(wait.table for wait in ready if wait.is_join):
-            space.rounds.part_again(number)
+            space.rounds.end_join(number)
             space.note_tables([number])
         return [out for wait in ready for out in wait.answer()]
 
@@ -965,7 +965,7 @@ class Engine:
                     "is_stopping": self.is_stopping,
                     "clock": now,
                     "num_jobs": len(spaces),
-                    "jobs": [space.facts(self._pending(space), now) for space in spaces[:MOST_JOBS]],
+                    "jobs": [space.facts(self._pending(space), now) for space in spaces[:MAX_JOBS]],
                     **({} if self.snapshots is None else {"snapshots": self.snapshots.facts()}),
                 },
             )

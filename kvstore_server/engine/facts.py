@@ -13,7 +13,7 @@ from kvstore_server.protocol.frames import unpack_control
 
 FRESH = 0.2
 """Seconds for which the same status is reported again."""
-MOST_JOBS, MOST_WORKERS, MOST_WAITS = 16, 1024, 8
+MAX_JOBS, MAX_WORKERS_SHOWN, MAX_WAITS = 16, 1024, 8
 """The most namespaces, workers of each and waits of each in a status."""
 _REPORT_BYTES, _REPORT_NUMBERS = 1024, 16
 
@@ -43,7 +43,7 @@ def workers_of(
     """Describe the first ranks. `late`: rank → seconds others waited for it; `rounds`: its round, if asynchronous."""
     resting = set(joined)
     told = []
-    for rank in range(min(members.num_workers, MOST_WORKERS)):
+    for rank in range(min(members.num_workers, MAX_WORKERS_SHOWN)):
         member: RankSession | None = members.members.get(rank)
         state = "here" if member is not None else "absent"
         why = members.departed.get(rank, "")
@@ -69,8 +69,8 @@ def workers_of(
 
 def waits_of(pending: Iterable[Any], now: float) -> list[dict[str, Any]]:
     """Describe the longest waits among the first thousand, each an engine's `RankWait`."""
-    oldest = sorted(islice(pending, 1000), key=lambda one: one.since)[:MOST_WAITS]
+    oldest = sorted(islice(pending, 1000), key=lambda one: one.since)[:MAX_WAITS]
     return [
-        {"what": one.what, "seconds": now - one.since, "missing": list(one.missing[:MOST_WORKERS])}
+        {"what": one.what, "seconds": now - one.since, "missing": list(one.missing[:MAX_WORKERS_SHOWN])}
         for one in oldest
     ]

@@ -583,7 +583,7 @@ def _tensor_of(values: Sequence[Any]) -> Tensor:
 
 def _deltas(table: Table, known: dict[int, int]) -> list[Any]:
     assert table.deltas is not None
-    values, news = table.deltas.values(known.get(table.number))
+    values, new_steps = table.deltas.values(known.get(table.number))
     known[table.number] = table.deltas.version
     rows = [
         [
@@ -591,7 +591,7 @@ def _deltas(table: Table, known: dict[int, int]) -> list[Any]:
             nbytes,
             [[slot, None if one is None else _tensor_values(one)] for slot, one in changes.items()],
         ]
-        for before, changes, nbytes in news
+        for before, changes, nbytes in new_steps
     ]
     return [*values, rows]
 
@@ -640,13 +640,13 @@ def _apply_shard(space: Namespace, values: Image) -> None:
     shard.tracks_changes |= values["notes"]
     for number, own in values["deltas"]:
         *of_deltas, steps_ = own
-        news = [
+        new_steps = [
             (before, {slot: None if one is None else _tensor_of(one) for slot, one in changes}, nbytes)
             for before, nbytes, changes in steps_
         ]
         deltas = space.tables[number].deltas
         assert deltas is not None
-        deltas.restore(of_deltas, news)
+        deltas.restore(of_deltas, new_steps)
     for number, more, reads in values["reads"]:
         unit = space.tables[number].unit
         copies: dict[tuple[int, int], Read] = {}

@@ -1,9 +1,9 @@
-"""What a round has changed that ended like those before it: by how much each number of an image has grown.
+"""Short log records for rounds that end like the one before: by how much each number of an image has grown.
 
 After most rounds the image of a namespace differs from that of the round before in a few numbers: rounds, versions and
 counters of the same tables, and the update counts of their keys, each grown by the same amount in all of them. Such a
 round is logged as a `RoundIncrements`: which earlier image, and how much more. `increments_of` makes one if nothing
-else has changed, `expanded` returns the image that it stands for.
+else has changed, `expand_increments` returns the image that it stands for.
 
 Increments count from the image that they name, not from each other, so only the last ones of each image are needed.
 """
@@ -83,7 +83,7 @@ class RoundIncrements(NamedTuple):
         return head + bytes(msgpack.packb([self.clients, self.hypers, self.ends], use_bin_type=True))
 
 
-def unpacked(data: bytes) -> tuple[int, RoundIncrements]:
+def unpack_increments(data: bytes) -> tuple[int, RoundIncrements]:
     """Return the number of the namespace, and what `packed` has encoded. Raises RecoveryError if it is not that."""
     if len(data) < _HEAD.size:
         raise RecoveryError(f"the stored log has a record of a round of {len(data)} bytes")
@@ -157,7 +157,7 @@ def increments_of(space: Namespace) -> RoundIncrements | None:
     )
 
 
-def expanded(image: Image, more: RoundIncrements) -> Image:
+def expand_increments(image: Image, more: RoundIncrements) -> Image:
     """Return the image that increments of an image stand for, as far as tables and the shard are concerned."""
     ids, rounds, failed, failures, counters, ends, of_ends, conflicts = image["tables"]
     shard = image["shard"]

@@ -35,7 +35,7 @@ from kvstore_server.errors import (
     WorkerLostError,
     from_wire,
 )
-from kvstore_server.processes import LAST_WORDS, ProcessState
+from kvstore_server.processes import FINAL_MESSAGE_TIME, ProcessState
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.restarts import RESTARTS
 
@@ -89,7 +89,7 @@ class RankSession:
 
     def is_dead(self, now: float) -> bool:
         """Return whether the process has ended and its last messages have arrived."""
-        return self.state is ProcessState.ENDED and now - self.last_heartbeat >= LAST_WORDS
+        return self.state is ProcessState.ENDED and now - self.last_heartbeat >= FINAL_MESSAGE_TIME
 
     @property
     def process(self) -> Hashable:

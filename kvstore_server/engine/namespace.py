@@ -41,6 +41,7 @@ from kvstore_server.engine.rounds import (
     NO_BYTES,
     CommitInfo,
     DelayedRequest,
+    DelayedRequests,
     Intent,
     Ints,
     Mode,
@@ -48,7 +49,6 @@ from kvstore_server.engine.rounds import (
     Piece,
     RoundTracker,
     SlicePart,
-    Waits,
 )
 from kvstore_server.engine.table import ALL, RankCommit, RowPart, Table
 from kvstore_server.engine.views import Views
@@ -194,7 +194,7 @@ class Namespace:
         self.membership = Membership(name, num_workers, not mode.is_sync, config.rejoin_timeout, resumable)
         self.views = views
         self.rounds = NamespaceRounds(num_workers, mode, views)
-        self.waits = Waits(self.rounds)
+        self.waits = DelayedRequests(self.rounds)
         self.optimizer = AgreedOptimizer(mode.is_sync)
         self.recording = Recording()
         self.log = debug_log("kvstore_server.debug")

@@ -38,7 +38,7 @@ from kvstore_server.protocol.frames import SENT_ALONE
 
 _log = logging.getLogger(__name__)
 
-LEAST = SENT_ALONE
+MIN_PIPELINED = SENT_ALONE
 """Tables with at least this many bytes on this server are pipelined."""
 _STEP = 1024
 """Parts of a slice end at multiples of this many elements: whole cache lines, and whole units of every kernel."""
@@ -88,13 +88,13 @@ def declare_intent(space: Namespace, rank: int, body: m.Contribute, waiter: Wait
 
 def _check_revised_intent(space: Namespace, table: Table, rank: int) -> None:
     """Roll the round back unless what was applied fits a rank's revised intent, too."""
-    state, news = table.pipelined, space.rounds.shared.inputs[rank].intents[table.number]
+    state, intent = table.pipelined, space.rounds.shared.inputs[rank].intents[table.number]
     if state is None:
         return
     former = state.intents[rank]
-    is_equal = news == former._replace(packed=news.packed, is_firm=news.is_firm)
-    if is_equal and _fits_intent(table, state, former, news.arrivals):
-        state.intents = {**state.intents, rank: news}
+    is_equal = intent == former._replace(packed=intent.packed, is_firm=intent.is_firm)
+    if is_equal and _fits_intent(table, state, former, intent.arrivals):
+        state.intents = {**state.intents, rank: intent}
     else:
         roll_back(space, table)
 
@@ -116,17 +116,17 @@ def _begin_round(space: Namespace, table: Table) -> None:
         return
     # 2. They must agree on the optimizer and hyper-parameters.
     # Hyper-parameters of the intent replace those sent before, but are not stored before the commit.
-    news = {rank: one.hyper for rank, one in intents.items() if one.hyper}
+    declared = {rank: one.hyper for rank, one in intents.items() if one.hyper}
     try:
-        for packed in set(news.values()):
+        for packed in set(declared.values()):
             table.hyper.check(packed)
         optimizer = space.optimizer.agreed()
-        hyper = table.hyper.common(intents, news)
+        hyper = table.hyper.common(intents, declared)
         hypers = () if optimizer is None else table.hypers((), optimizer, hyper)
     except KVStoreError:
         return  # the commits will report it
     # 3. It must pay, and be possible: a large table, an elementwise optimizer that cannot raise, memory for a copy.
-    is_long = space.rounds.slots.nbytes[table.unit.first : table.unit.end].sum() > LEAST
+    is_long = space.rounds.slots.nbytes[table.unit.first : table.unit.end].sum() > MIN_PIPELINED
     is_simple = optimizer is None or (optimizer.elementwise and not optimizer.may_raise)
     if is_long and is_simple and _has_room(space, table, optimizer):
         left = range(table.unit.first, table.unit.end)

@@ -279,14 +279,14 @@ class RankInputs:
         """
         self._buffers: list[Any] = []
         self._num_buffers = 0
-        self.fit()
+        self.grow()
 
     def __repr__(self) -> str:
         committed = np.flatnonzero(self.committed[: self._slots.num_tables]).tolist()
         here, partial = int(np.count_nonzero(self.arrivals)), len(self.partial)
         return f"<{type(self).__name__}: committed tables {committed}, {here} slices are here, {partial} in part>"
 
-    def fit(self) -> None:
+    def grow(self) -> None:
         tables, slots = self._slots.num_tables, len(self._slots.table)
         self.committed = _grow_array(self.committed, tables, False)
         self.version, self.flags = _grow_array(self.version, tables, 0), _grow_array(self.flags, tables, 0)
@@ -299,14 +299,14 @@ class RankInputs:
         self.waiters += [None] * (tables - len(self.waiters))
         self._buffers += [None] * (slots - len(self._buffers))
 
-    def keep(self, slots: Any, arrivals: Any, sources: Sequence[Any], which: Any, starts: Any) -> None:
+    def store(self, slots: Any, arrivals: Any, sources: Sequence[Any], which: Any, starts: Any) -> None:
         """Store slices (or one, with scalar arguments). Those of a lower generation are replaced."""
-        tables, news = self._slots.table[slots], arrivals - self.arrivals[slots]
+        tables, added = self._slots.table[slots], arrivals - self.arrivals[slots]
         if isinstance(slots, int):
-            self.sums[tables] += news
+            self.sums[tables] += added
             self._buffers[slots] = sources[which]
         else:
-            np.add.at(self.sums, tables, news)
+            np.add.at(self.sums, tables, added)
             for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
                 self._buffers[slot] = sources[at]
         self.arrivals[slots] = arrivals
@@ -410,7 +410,7 @@ class RoundTracker:
         mismatches: Table → how many payloads differed from an earlier one with the same identity.
         num_ended: Applied rounds; those that end together count once.
         lateness: Rank → seconds that it committed after the first rank, summed. `waited` sums the lateness of the last
-            rank of each round. For lanes see `Waits.contributed`.
+            rank of each round. For lanes see `DelayedRequests.contributed`.
         durations: Seconds from the end of one round of a table to the end of its next.
     """
 
@@ -431,7 +431,7 @@ class RoundTracker:
         """For each table, the first failed round since the last applied one."""
         self._failures: dict[int, dict[int, KVStoreError]] = {}
         """Table → failed round → its error."""
-        self.fit()
+        self.grow()
 
     def __repr__(self) -> str:
         waiting = np.flatnonzero(self.num_committed[: self._slots.num_tables]).tolist()
@@ -448,7 +448,7 @@ class RoundTracker:
     def num_members(self) -> int:
         return len(self.members)
 
-    def fit(self) -> None:
+    def grow(self) -> None:
         size = self._slots.num_tables
         self.numbers, self.num_committed = (
             _grow_array(self.numbers, size, 0),
@@ -457,7 +457,7 @@ class RoundTracker:
         self._failed = _grow_array(self._failed, size, _NEVER)
         self._ended_at = _grow_array(self._ended_at, size, math.nan)
         for inputs in self.inputs.values():
-            inputs.fit()
+            inputs.grow()
 
     def of(self, rank: int) -> RankInputs:
         """Return what a rank has given; created at its first contribution."""
@@ -488,15 +488,15 @@ class RoundTracker:
             table = self._slots.table[slot]
             is_awaited = round_ == self.numbers[table] and not inputs.committed[table]
             if is_awaited and not generation and not inputs.arrivals[slot]:
-                inputs.keep(slot, _ARRIVED, sources, int(which[0]), int(starts[0]))
+                inputs.store(slot, _ARRIVED, sources, int(which[0]), int(starts[0]))
                 return
-        # The general case, vectorised. A slice is news if its round is open, its rank has not committed, and its
+        # The general case, vectorised. A slice is stored if its round is open, its rank has not committed, and its
         # generation is higher than the stored one.
         slots, rounds, generations, _ = pushes.T
         tables = self._slots.table[slots]
         numbers, here, arrivals = self.numbers[tables], inputs.arrivals[slots], generations + _ARRIVED
-        is_news = (rounds == numbers) & (here < arrivals) & ~inputs.committed[tables]
-        if np.count_nonzero(is_news) < len(slots):
+        is_new_slice = (rounds == numbers) & (here < arrivals) & ~inputs.committed[tables]
+        if np.count_nonzero(is_new_slice) < len(slots):
             early = np.flatnonzero(rounds > numbers)
             if len(early):
                 at = int(early[0])
@@ -510,9 +510,9 @@ class RoundTracker:
                 nbytes, known = int(self._slots.nbytes[slot]), inputs.payload(slot)
                 same = _same_payload(nbytes, *known, sources[which[at]], int(starts[at]))
                 self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
-            slots, arrivals, which, starts = (a[is_news] for a in (slots, arrivals, which, starts))
+            slots, arrivals, which, starts = (a[is_new_slice] for a in (slots, arrivals, which, starts))
         if len(slots):
-            inputs.keep(slots, arrivals, sources, which, starts)
+            inputs.store(slots, arrivals, sources, which, starts)
 
     def push_part(self, rank: int, push: Sequence[int], part: SlicePart) -> None:
         """Store a provisional part of a slice, given its (slot, round, generation); otherwise as `push`."""
@@ -540,7 +540,7 @@ class RoundTracker:
             is_same = partial.take(part)
             if partial.is_whole:
                 del inputs.partial[slot]
-                inputs.keep(slot, arrival, [partial], 0, 0)
+                inputs.store(slot, arrival, [partial], 0, 0)
         self.mismatches[table] = self.mismatches.get(table, 0) + (not is_same)
 
     def _drop_parts(
@@ -606,7 +606,7 @@ class RoundTracker:
     def declare_intent(self, rank: int, commit: Sequence[int], body: m.Contribute, waiter: Waiter) -> bool:
         """Record a rank's intent for a table's open round. The rank has not committed yet.
 
-        Returns whether it is news. A tentative intent has no effect beside a firm one. Raises ProtocolError if it
+        Returns whether it has changed. A tentative intent has no effect beside a firm one. Raises ProtocolError if it
         names slices that the table does not have on this server, or contains payloads.
         """
         table, _, count, generations, _, flags = commit
@@ -623,11 +623,11 @@ class RoundTracker:
             arrivals[:] = _ARRIVED + (generations - int(named.sum())) // max(count - len(named), 1)
             arrivals[slots - first] = _ARRIVED + named
         is_firm = not flags & m.TENTATIVE
-        news = Intent(arrivals.tobytes(), flags & ~m.TENTATIVE, body.rescale, body.hyper, waiter, is_firm)
+        intent = Intent(arrivals.tobytes(), flags & ~m.TENTATIVE, body.rescale, body.hyper, waiter, is_firm)
         known = self.of(rank).intents.get(table)
-        if known == news or (known is not None and known.is_firm and not is_firm):
+        if known == intent or (known is not None and known.is_firm and not is_firm):
             return False
-        self.of(rank).intents[table] = news
+        self.of(rank).intents[table] = intent
         return True
 
     def _discard_eager(self, inputs: RankInputs, commits: m.Matrix) -> None:
@@ -815,7 +815,7 @@ class NamespaceRounds:
         """Open the first round of a new table, given the sizes of its slices in bytes; see `Slots.is_next`."""
         self.slots.add(sizes, are_next)
         for tracker in (self.shared, *self.lanes.values()):
-            tracker.fit()
+            tracker.grow()
 
     def trackers(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[RoundTracker, Bools | None]]:
         """Group a rank's rounds of some tables by tracker, each with a mask of its rounds; None: all."""
@@ -902,7 +902,7 @@ class NamespaceRounds:
     def missing_from_join(self, table: int) -> list[int]:
         return [rank for rank in range(self.num_workers) if self._takes_part(rank, table)]
 
-    def part_again(self, table: int) -> None:
+    def end_join(self, table: int) -> None:
         """After all ranks have joined, let them take part again with equal clocks."""
         self.joined(table).clear()
         self._clocks[table] = [max(self.clocks(table))] * self.num_workers
@@ -986,7 +986,7 @@ class DelayedRequest:
         return rounds.missing_from_join(self.table) if self.is_join else rounds.behind(self.rank, self.table)
 
 
-class Waits:
+class DelayedRequests:
     """The delayed requests of one namespace; a repeated request replaces the former one."""
 
     def __init__(self, rounds: NamespaceRounds) -> None:

@@ -47,7 +47,7 @@ KEYS_PER_MESSAGE = 4096
 """The most keys, slices or tables in our messages; servers refuse more than --max-message-keys."""
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBB4xQQQ")
-MOST_FRAMES = 2
+MAX_FRAMES = 2
 """For all kinds but a State, whose bytes are sent in chunks of MAX_PAYLOAD."""
 _WORD = np.dtype("<i8")
 _CONTRIBUTE = struct.Struct("<qqddd")
@@ -152,7 +152,7 @@ class LongMessage:
             self._frames.append(frame)
             self.nbytes += len(frame)
             most = 1 + -(-self.nbytes // MAX_PAYLOAD)
-            self._is_refused = self.nbytes > self._max_bytes or self._count > max(most, MOST_FRAMES)
+            self._is_refused = self.nbytes > self._max_bytes or self._count > max(most, MAX_FRAMES)
         if self._is_refused:
             self._frames.clear()
 
@@ -161,7 +161,7 @@ class LongMessage:
         if not self._is_refused:
             return decode(self._frames)
         raise ProtocolError(
-            f"a message of {self._count} frames is refused: one may have {MOST_FRAMES} frames, or be optimizer state "
+            f"a message of {self._count} frames is refused: one may have {MAX_FRAMES} frames, or be optimizer state "
             f"of up to {self._max_bytes} bytes (--max-message-bytes)"
         )
 

@@ -154,17 +154,17 @@ class Deltas:
         """Return all but the weights, as plain values, and the changes since version `known`; None: all of them."""
         still = None if self._still is None else sorted(self._still)
         values = [self.version, still, self._exact, self._is_reset, sorted(self.weights)]
-        news = [step for step in self._steps if known is None or step.before >= known]
-        return [*values, [step.before for step in self._steps]], news
+        new_steps = [step for step in self._steps if known is None or step.before >= known]
+        return [*values, [step.before for step in self._steps]], new_steps
 
     def restore(
-        self, values: Sequence[Any], news: Iterable[tuple[int, dict[int, Tensor | None], int]]
+        self, values: Sequence[Any], new_steps: Iterable[tuple[int, dict[int, Tensor | None], int]]
     ) -> None:
         """Set what `values` has returned; the weights of workers are in memory that outlives the process."""
         self.version, still, exact, self._is_reset, slots, befores = values
         self._still, self._exact = None if still is None else frozenset(still), dict(exact)
         self.weights = {slot: self._storage.durable_part("deltas", slot) for slot in slots}
-        steps = [*self._steps, *(_Step(*one) for one in news)]
+        steps = [*self._steps, *(_Step(*one) for one in new_steps)]
         latest = {step.before: step for step in steps}
         self._steps = deque(latest[before] for before in befores)
 

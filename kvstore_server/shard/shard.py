@@ -52,7 +52,7 @@ from kvstore_server.shard.reduction import (
     part_of,
 )
 from kvstore_server.shard.storage import Block, Hypers, KeyLayout, Read, Storage, Undo, Unit
-from kvstore_server.shard.undo_plans import UndoPlans
+from kvstore_server.shard.undo_plans import ChunkUndoPlans
 from kvstore_server.transport.arena import Leases
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
@@ -92,7 +92,7 @@ class Shard:
         self.units: list[Unit] = []
         self.storage = Storage(leases, journal, name)
         self._journal = journal
-        self._undo_plans = None if journal is None else UndoPlans(self.storage, journal)
+        self._undo_plans = None if journal is None else ChunkUndoPlans(self.storage, journal)
         self._sums = Sums(self.storage)
         self._cuts = ViewCache()
         self.counts = np.zeros(0, np.int64)

@@ -18,7 +18,7 @@ from kvstore_server.durable.journal import Journal, UndoPlan
 from kvstore_server.shard.reduction import ReduceChunk
 from kvstore_server.shard.storage import Storage
 
-_MOST = 64
+_MAX_PLANS = 64
 """Plans that are kept; a table has one for each set of keys that a round can leave out."""
 
 
@@ -30,7 +30,7 @@ class _Planned(NamedTuple):
     """All memory for optimizer state when the plan was made."""
 
 
-class UndoPlans:
+class ChunkUndoPlans:
     """Plans for the updates of a Shard."""
 
     def __init__(self, storage: Storage, journal: Journal) -> None:
@@ -50,7 +50,7 @@ class UndoPlans:
         known = self._known.get(id(chunks))
         state = [one for block in self._storage.all_blocks for one in block.states.tensors.values()]
         if known is None or len(known.state) != len(state) or not all(map(is_, known.state, state)):
-            if len(self._known) >= _MOST:
+            if len(self._known) >= _MAX_PLANS:
                 self._known.clear()
             known = _Planned(self._journal.plan(map(self._written_by, chunks)), chunks, state)
             self._known[id(chunks)] = known

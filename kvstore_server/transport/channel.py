@@ -40,7 +40,7 @@ from torch import Tensor
 from kvstore_server.budget import Budget
 from kvstore_server.errors import ProtocolError
 from kvstore_server.processes import Process, Processes
-from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, SENT_ALONE, Frame
+from kvstore_server.protocol.frames import MAX_FRAME, MAX_FRAMES, MAX_PAYLOAD, SENT_ALONE, Frame
 from kvstore_server.transport.arena import PORTION, Bytes, Leases, Places, SharedArena, make_memory
 from kvstore_server.transport.exports import (
     ARENA_SHIFT,
@@ -53,7 +53,7 @@ from kvstore_server.transport.exports import (
 _log = logging.getLogger(__name__)
 
 
-LEAST_MEMORY = 4 << 20
+MIN_MEMORY = 4 << 20
 """Initial size of each direction in bytes. Pages take no memory before they are written."""
 _INLINE = 2048
 """Frames up to this size are sent through the socket."""
@@ -64,8 +64,8 @@ _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _STAGING_BUFFER, _WATCH
 memory of weights; a staging buffer is wanted (bytes) or was made; a worker's session without memory, only to exchange
 process ids.
 """
-_MOST_RELEASED = 1024
-_DATAGRAM = 8 * _MOST_RELEASED + (MOST_FRAMES + 1) * (16 + _INLINE)
+_MAX_RELEASED = 1024
+_DATAGRAM = 8 * _MAX_RELEASED + (MAX_FRAMES + 1) * (16 + _INLINE)
 _BURST = 64
 """Messages received from one worker before it is another one's turn."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
@@ -134,7 +134,7 @@ class Channel:
         self._returned: list[int] = []
         """Locations that were read, to be returned with the next message."""
         self._returned_bytes = 0
-        self._enough = LEAST_MEMORY // 8
+        self._enough = MIN_MEMORY // 8
         """From this many bytes on, locations are returned in a message of their own."""
         self._wish = 0
         """Bytes that a worker requested when its socket was full."""
@@ -376,7 +376,7 @@ class Channel:
         self, kind: int, table: Sequence[int], inline: Sequence[Frame], value: int = 0, fd: int | None = None
     ) -> bool:
         """Send a datagram, with locations to return; return whether the socket accepted it."""
-        returned = self._returned[:_MOST_RELEASED]
+        returned = self._returned[:_MAX_RELEASED]
         words = [*returned, *table]
         head = _HEAD.pack(kind, len(table) // 2, len(returned), value)
         numbers = struct.pack(f"<{len(words)}q", *words)
@@ -700,7 +700,7 @@ class Listener:
                 return
             # 2. Allocate both arenas, and send their descriptors.
             for _ in range(2):
-                made = self._share(LEAST_MEMORY, 0)
+                made = self._share(MIN_MEMORY, 0)
                 if made is None:
                     end.send(_HEAD.pack(_ATTACH, 0, 0, 0))
                     raise ConnectionRefusedError("--max-memory leaves no memory for it")

@@ -15,7 +15,7 @@ PROBE_INTERVAL = 0.5
 """Seconds after which a probe that was not answered is repeated over a new connection; it doubles with each probe. The
 socket keeps a probe until it is connected, so the first one is answered as soon as the server is back. The others are
 for messages that get lost, and for connections that nothing answers, as where a host has gone."""
-_MOST_INTERVAL = 8.0
+_MAX_INTERVAL = 8.0
 _GRACE = 2.0
 """Seconds that a later wait gives a server that has not come back in time."""
 
@@ -64,7 +64,7 @@ class Absences:
 
     def _probed(self, server: int, now: float) -> None:
         absence = self.gone[server]
-        absence.probe_at, absence.interval = now + absence.interval, min(2 * absence.interval, _MOST_INTERVAL)
+        absence.probe_at, absence.interval = now + absence.interval, min(2 * absence.interval, _MAX_INTERVAL)
 
     def next_check(self, now: float) -> float:
         """Return the seconds until a probe is due, or the time of a server is over."""

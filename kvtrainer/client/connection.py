@@ -67,8 +67,8 @@ _FILES, _FILES_PER_SERVER = 8, 14
 """Files that a connection opens at most, and those for each server: sockets with their wake-up descriptors and a
 monitor, and on the same host a channel with its memory and the server's process."""
 _RETRY_MS = 50
-"""The time between two attempts to connect; it doubles up to `_MOST_RETRY_MS` where no server is expected soon."""
-_MOST_RETRY_MS = 1000
+"""The time between two attempts to connect; it doubles up to `_MAX_RETRY_MS` where no server is expected soon."""
+_MAX_RETRY_MS = 1000
 _REDIRECTED = (errno.ECONNREFUSED, errno.ENOSYS)
 """Errors which mean that the server is not on this host, or which leave that open."""
 
@@ -412,7 +412,7 @@ class Connection(Transport):
         # 3. A new socket, which tries to connect at short intervals.
         self._num_sockets[server] += 1
         address, own = self._addresses[server], self._own_id(server)
-        socket = _connect_dealer(self._context, address, own, sent=self._water_mark, most_retry_ms=0)
+        socket = _connect_dealer(self._context, address, own, sent=self._water_mark, max_retry_ms=0)
         self._sockets[server] = socket
         self._index[socket] = server
         self._poller.register(socket, _IN)
@@ -575,11 +575,11 @@ def _connect_dealer(
     own: bytes,
     sent: int = 0,
     received: int = 0,
-    most_retry_ms: int = _MOST_RETRY_MS,
+    max_retry_ms: int = _MAX_RETRY_MS,
 ) -> Any:
     """Connect a DEALER socket. It queues at most this many messages each way; 0 means no limit.
 
-    The time between two attempts to connect doubles up to `most_retry_ms`; 0: it stays.
+    The time between two attempts to connect doubles up to `max_retry_ms`; 0: it stays.
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, own)
@@ -587,7 +587,7 @@ def _connect_dealer(
     socket.setsockopt(zmq.RCVHWM, received)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, most_retry_ms)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, max_retry_ms)
     prepare(socket, address)
     socket.connect(address)
     return socket

@@ -42,14 +42,14 @@ _PARTS = 24
 direction is idle; more parts cost more CPU time than they save on a link of 1 Gb/s."""
 STALL = 0.25
 """Seconds without an answer after which the parts that are held back go."""
-_MOST_IN_FLIGHT = 3
+_MAX_IN_FLIGHT = 3
 """Parts of a table that are in flight at once: one up, one down, and one so that neither direction waits for the
 slowest worker."""
-_MOST_WITH_OTHERS = 2
+_MAX_WITH_OTHERS = 2
 """The same where parts of another table are in flight: these count for the third."""
 _IN_FLIGHT_WHILE_COMPUTING = 48 * 1024
 """Elements that may be in flight in any case, in short parts, while a worker computes and takes no answers."""
-_MOST_SKIPPED = 64
+_MAX_SKIPPED = 64
 """Rounds. A `Backoff` skips no more of them in a row."""
 
 
@@ -93,7 +93,7 @@ class Backoff:
         self._next, self._left = 1, 0
 
     def fail(self) -> None:
-        self._left, self._next = self._next, min(2 * self._next, _MOST_SKIPPED)
+        self._left, self._next = self._next, min(2 * self._next, _MAX_SKIPPED)
 
     def reset(self) -> None:
         """Make the next failure skip one round only. Rounds that are still to be skipped stay so."""
@@ -134,7 +134,7 @@ class Window:
         """Priority → elements that were sent and not answered; no entry for 0."""
         self._longest = 0
         """Elements of the longest part."""
-        self._most = _MOST_IN_FLIGHT
+        self._most = _MAX_IN_FLIGHT
         """How many parts may be in flight."""
         self._stalls = Backoff()
         """Rounds that are not windowed, because earlier ones have stalled."""
@@ -173,7 +173,7 @@ class Window:
             self._is_windowed = not self._stalls.take_skip()
             self._is_computing = bool(body.commits[0, 5] & m.TENTATIVE)
             self.release_at = None
-            self._most = _MOST_WITH_OTHERS if self._in_flight else _MOST_IN_FLIGHT
+            self._most = _MAX_WITH_OTHERS if self._in_flight else _MAX_IN_FLIGHT
             self._longest = self._longest if self._in_flight else 0
         elif self._is_windowed and (part := _part(body)) is not None:
             progress = self._slices.get(part.slot)

@@ -98,11 +98,11 @@ class IncomingWeights:
                 self.roll_back(table)
             elif version < came[table]:
                 continue
-            end, news = at + 1, is_pending[at]
+            end, num_new = at + 1, is_pending[at]
             if kind == m.ROWS:
                 end = layout.end_of_rows(at, source[start : start + nbytes])
-                news = is_pending.count(1, at, end)
-            if not news:
+                num_new = is_pending.count(1, at, end)
+            if not num_new:
                 continue
             # Rows of one slice may bring those of the slices behind it, too.
             if kind == m.WHOLE and nbytes != layout.nbytes[at]:
@@ -124,7 +124,7 @@ class IncomingWeights:
                     runs.append((source, start, start + nbytes, begin))
             is_pending[at:end] = bytes(end - at)
             came[table] = version
-            self.num_pending[table] -= news
+            self.num_pending[table] -= num_new
             if not self.num_pending[table]:
                 finished.append(table)
         # 3. Neighbours are copied together.

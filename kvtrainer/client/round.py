@@ -30,14 +30,14 @@ class Round:
         self.started = session.clock()
         self.is_read = is_read
         """Whether weights are only read."""
-        self.repeated = -1
+        self.as_of_round = -1
         """For a read of the weights with which a round began: its number; -1: of the present weights."""
-        self.asks_again = False
+        self.repeats_commit = False
         """Whether a commit of an earlier process is repeated for its answer. Then nothing is given, and like for a read
         nothing is aborted."""
         self.is_lost = False
         """Whether a server does not have that commit any more."""
-        self.is_given = True
+        self.is_for_training = True
         """Whether this worker computes with the weights that come; False if they are only inspected, or prefetched."""
         self.server_requests: list[ServerRequest] = []
         self.open: list[ServerRequest] = []
@@ -149,15 +149,17 @@ class Round:
         contribution, incoming, layout = self.contribution, request.incoming, request.layout
         if contribution.outs is None:
             return
-        follows = layout.takes_deltas and (not self.is_read or self.asks_again)  # a pull may write elsewhere
+        follows = layout.takes_deltas and (
+            not self.is_read or self.repeats_commit
+        )  # a pull may write elsewhere
         incoming.write(contribution, gone, follows, self.rows)
         came = np.array(incoming.came)
         read = came >= 0
         if gone:
             read &= ~np.isin(layout.index, list(gone))
-        if self.is_given or not self.is_read:
+        if self.is_for_training or not self.is_read:
             all_tables.newest[layout.server, layout.index[read]] = came[read]
-        if self.is_given:
+        if self.is_for_training:
             all_tables.version[layout.server, layout.index[read]] = came[read]
         if contribution.is_incremental or follows:
             all_tables.held[layout.server, layout.index[read]] = came[read]

@@ -10,7 +10,8 @@ A round covers any number of tables. `Rounds.start` sends one request to each se
 - skipped, by a veto or a decision about the sum: nothing changes, and the next round begins.
 
 A table has one open round at a time. Slices of one table may be pushed before their commit (`EagerPush`). Over a
-network servers are told before that what the commit will probably say, and send new weights during the backward pass.
+network the worker declares before that what the commit will say (its *intent*), so that servers can apply and answer
+slices during the backward pass; until the step itself has begun, the intent is tentative.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Rounds:
     def __init__(self, session: Session) -> None:
         self.tables = Tables(session.num_servers)
         self._in_flight = [0] * session.num_servers
-        """By server, the bytes of its slices in open rounds that were announced."""
+        """By server, the bytes of its slices in open rounds whose intent was declared."""
         self._session = session
         self.open: dict[int, Round] = {}
         """Table (index) → its open round."""
@@ -73,14 +74,14 @@ class Rounds:
         self._prefetch = Prefetch()
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
-        session.on_return.append(self._resend_after_restart)
+        session.on_reconnect.append(self._resend_after_restart)
 
     def start(
         self,
         contribution: Contribution,
         is_read: bool = False,
-        repeated: int = -1,
-        asks_again: bool = False,
+        as_of_round: int = -1,
+        repeats_commit: bool = False,
     ) -> Round:
         """Send one round of some tables and return at once. Gradients must not change until `wait` returns.
 
@@ -89,8 +90,8 @@ class Rounds:
 
         Args:
             is_read: The weights are only pulled.
-            repeated: As for `pull`.
-            asks_again: See `ask_again`.
+            as_of_round: As for `pull`.
+            repeats_commit: See `repeat_commit`.
         """
         # 1. Wait for earlier rounds of these tables.
         session, tables = self._session, contribution.tables
@@ -107,8 +108,9 @@ class Rounds:
         if buffers is not None:
             contribution = contribution._replace(outs=buffers)
         round_ = Round(contribution, session, is_read)
-        round_.repeated, round_.is_given, round_.asks_again = repeated, buffers is None, asks_again
-        if tables and tables[0].view is not None and (asks_again or not is_read):
+        round_.as_of_round, round_.repeats_commit = as_of_round, repeats_commit
+        round_.is_for_training = buffers is None
+        if tables and tables[0].view is not None and (repeats_commit or not is_read):
             round_.coordinator = tables[0].coordinator
         # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
@@ -135,26 +137,9 @@ class Rounds:
             # 3. Over a network servers may use slices before the commit, so they are told what it will say.
             if session.is_remote and not is_read and len(tables) == 1:
                 self._declare_intent(round_, eager)
-            # 4. Send the slices to all servers, then the commits.
+            # 4. Send everything.
             round_.log("started")
-            for first in range(0, len(round_.open), session.num_servers):
-                last = []
-                for request in round_.open[first : first + session.num_servers]:
-                    given = (
-                        [at for at in request.given if at not in request.valid]
-                        if request.valid
-                        else request.given
-                    )
-                    *others, final = request.messages(round_, given)
-                    for body in others:
-                        session.send(request.server, request.number, body, contribution.priority)
-                    last.append((request, final))
-                    failpoint("worker.round.next_slices")
-                failpoint("worker.round.commit")
-                # Last and together, so that a worker that dies before has not begun the round on any server.
-                for request, final in last:
-                    session.send(request.server, request.number, final, contribution.priority)
-                    failpoint("worker.round.next_commit")
+            self._send_round(round_)
             failpoint("worker.round.committed")
         except BaseException as error:
             self._end(round_, error)
@@ -163,20 +148,42 @@ class Rounds:
             session.process_received()  # answers make room for parts that wait
         return round_
 
+    def _send_round(self, round_: Round) -> None:
+        """Send the slices to all servers, except for those that were pushed eagerly and are valid, then the commits.
+
+        The commits go last and together, so that a worker that dies before has not begun the round on any server.
+        """
+        session, priority = self._session, round_.contribution.priority
+        for first in range(0, len(round_.open), session.num_servers):
+            commits = []
+            for request in round_.open[first : first + session.num_servers]:
+                given: Sequence[int] = request.given
+                if request.valid:
+                    given = [at for at in given if at not in request.valid]
+                *slices, commit = request.messages(round_, given)
+                for body in slices:
+                    session.send(request.server, request.number, body, priority)
+                commits.append((request, commit))
+                failpoint("worker.round.next_slices")
+            failpoint("worker.round.commit")
+            for request, commit in commits:
+                session.send(request.server, request.number, commit, priority)
+                failpoint("worker.round.next_commit")
+
     def _declare_intent(self, round_: Round, eager: EagerPush | None) -> None:
         session, contribution = self._session, round_.contribution
         speculative = None if eager is None else eager.speculative
         is_plain, was_right = _can_declare_intent(contribution), True
-        is_equal, announced = False, dict[int, ServerRequest]()
+        is_equal, declared = False, dict[int, ServerRequest]()
         if speculative is not None:
             expected = speculative.contribution
             is_equal = (
                 is_plain and expected.rescale == contribution.rescale and expected.hyper == contribution.hyper
             )
-            announced = {request.server: request for request in speculative.server_requests}
+            declared = {request.server: request for request in speculative.server_requests}
         for request in round_.server_requests:
             # 1. Go on with the request of the backward pass, if there was one.
-            before = announced.get(request.server)
+            before = declared.get(request.server)
             if before is not None and contribution.outs is not None:
                 session.forget(request.number)
                 request.adopt(before)
@@ -275,8 +282,8 @@ class Rounds:
         pushes = m.matrix([(table.slot_of(slice_), table.round, 0, values.nbytes)], m.PUSH_WORDS)
         body = m.Contribute(pushes, (values,), NO_COMMITS, encoding, timeout=self._session.options.timeout)
         number, speculative = self._session.next_number(), eager.speculative
-        announced = [] if speculative is None else speculative.server_requests
-        request = next((one for one in announced if one.server == slice_.server), None)
+        declared = [] if speculative is None else speculative.server_requests
+        request = next((one for one in declared if one.server == slice_.server), None)
         urgency = len(table.plan.slices) - slice_.index
         if request is None:
             self._session.send(slice_.server, number, body, urgency)
@@ -316,12 +323,12 @@ class Rounds:
             self.pull(read.tables, read.outs or ())
         failpoint("worker.init.end")
 
-    def ask_again(self, contribution: Contribution) -> Round | None:
+    def repeat_commit(self, contribution: Contribution) -> Round | None:
         """Repeat a table's last commit, which an earlier process of this rank has made, for its answer; blocks.
 
         Returns the round, which has ended, and whose weights are in `outs`. None if a server has lost the commit.
         """
-        round_ = self.start(contribution, is_read=True, asks_again=True)
+        round_ = self.start(contribution, is_read=True, repeats_commit=True)
         self.wait(round_)
         if round_.is_lost:
             return None
@@ -385,19 +392,19 @@ class Rounds:
         while self.open:
             self.wait_pending(next(iter(self.open.values())).contribution.tables[0])
 
-    def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas], repeated: int = -1) -> None:
+    def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas], as_of_round: int = -1) -> None:
         """Write the present weights of whole tables into arenas, after this worker's rounds, to compute with them.
 
         Args:
-            repeated: The weights are those with which this round began, for a process that repeats it.
+            as_of_round: Read the weights with which this round began, for a process that repeats it. -1: present ones.
         """
         for table in tables if self._session.is_remote else ():
             self.wait_pending(table)
-        if self._session.is_remote and repeated < 0 and self._prefetch.pull(tables, outs):
+        if self._session.is_remote and as_of_round < 0 and self._prefetch.pull(tables, outs):
             here = [table.index for table in tables]
             self.tables.version[:, here] = self.tables.newest[:, here]
         else:
-            self.wait(self.start(Contribution(tables, None, outs), is_read=True, repeated=repeated))
+            self.wait(self.start(Contribution(tables, None, outs), is_read=True, as_of_round=as_of_round))
 
     def read(self, table: RemoteTable, out: Arenas) -> dict[int, int]:
         """Write a table's present weights into an arena, to inspect them; what this worker computes with stays.
@@ -405,7 +412,7 @@ class Rounds:
         Returns their version, by server.
         """
         round_ = self.start(Contribution([table], None, [out]), is_read=True)
-        round_.is_given = False
+        round_.is_for_training = False
         self.wait(round_)
         return {request.server: request.incoming.came[at] for request, at in round_.server_requests_of(table)}
 
@@ -430,12 +437,12 @@ class Rounds:
         for layout in itertools.chain.from_iterable(self._layouts.values()):
             if layout.server == server:
                 layout.mapped = None
-        # 2. It does not know what was announced. Slices that were pushed eagerly are asked for after the commit.
+        # 2. It does not know what was declared. Slices that were pushed eagerly are asked for after the commit.
         for eager in self._eager_pushes.values():
-            announced = [] if eager.speculative is None else eager.speculative.server_requests
-            for request in [one for one in announced if one.server == server]:
+            declared = [] if eager.speculative is None else eager.speculative.server_requests
+            for request in [one for one in declared if one.server == server]:
                 self._session.forget(request.number)
-                announced.remove(request)
+                declared.remove(request)
         # 3. Slices and commits of tables whose rounds are open there, as at the start of the round. A round that has
         # failed elsewhere is aborted first, so that it cannot be applied there.
         for round_ in {id(round_): round_ for round_ in self.open.values()}.values():
@@ -486,7 +493,7 @@ class Rounds:
                 self._receive_veto(round_, request, at, reply)
             elif isinstance(reply, m.Members) and reply.round != table.round:
                 self._receive_next_members(round_, request, at, reply)
-            elif round_.asks_again:
+            elif round_.repeats_commit:
                 # 3. The commit is lost: what the others answer does not matter any more.
                 round_.is_lost = True
                 for one in list(round_.open):
@@ -674,24 +681,8 @@ class Rounds:
             if differs is not None:
                 all_tables.broken[table.index] = differs
         not_applied = lost.union(all_tables.broken)
-        # 4. Versions and weights. Tables whose round was not applied keep those of the last round.
-        ages: dict[int, int] = {}
-        """Table (index) → how many updates of others this contribution had missed, on any server."""
-        is_sync = self._session.options.mode.is_sync
-        for request in round_.server_requests:
-            for at, version in request.applied.items():
-                index = int(request.layout.index[at])
-                before = int(all_tables.version[request.server, index])
-                if index not in not_applied:
-                    all_tables.newest[request.server, index] = version
-                if index not in not_applied and version >= 0 and before >= 0 and not is_sync:
-                    ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
-            round_.write(request, not_applied, all_tables)
-            failpoint("worker.round.next_write")
-        if round_.contribution.sink.maps and not not_applied:
-            round_.contribution.sink.commit()
-        if ages:
-            all_tables.staleness[list(ages)] = list(ages.values())
+        # 4. Versions and weights.
+        self._write_weights(round_, not_applied)
         failpoint("worker.round.written")
         # 5. The next round of the tables that were applied, and what compression carries over to it.
         applied = np.array([table.index for table in tables if table.index not in not_applied], np.int64)
@@ -700,7 +691,7 @@ class Rounds:
             if table.index not in not_applied:
                 table.view = round_.next_views.get(table.name, table.view)
         all_tables.is_initialised[applied] = True
-        if not round_.is_given:
+        if not round_.is_for_training:
             vetoed = {table.index for table in tables if table.name in round_.vetoes}
             self._prefetch.complete(set(applied.tolist()) - vetoed)
         for table in tables if round_.encoded else ():
@@ -722,6 +713,27 @@ class Rounds:
         for index in own_tables:  # last: one that is over and open was interrupted as it ended
             del self.open[index]
         failpoint("worker.round.end")
+
+    def _write_weights(self, round_: Round, not_applied: Collection[int]) -> None:
+        """Write the weights of a round and store their versions; tables that were not applied keep the last ones."""
+        all_tables, is_sync = self.tables, self._session.options.mode.is_sync
+        ages: dict[int, int] = {}
+        """Table (index) → how many updates of others this contribution had missed, on any server."""
+        for request in round_.server_requests:
+            for at, version in request.applied.items():
+                index = int(request.layout.index[at])
+                if index in not_applied:
+                    continue
+                before = int(all_tables.version[request.server, index])
+                all_tables.newest[request.server, index] = version
+                if version >= 0 and before >= 0 and not is_sync:
+                    ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
+            round_.write(request, not_applied, all_tables)
+            failpoint("worker.round.next_write")
+        if round_.contribution.sink.maps and not not_applied:
+            round_.contribution.sink.commit()
+        if ages:
+            all_tables.staleness[list(ages)] = list(ages.values())
 
     def _give_up(
         self, round_: Round, tables: Sequence[RemoteTable], reason: str, awaits_restarts: bool
@@ -815,7 +827,7 @@ def _half_applied_error(
 
 
 def _can_declare_intent(one: Contribution) -> bool:
-    """Return whether a contribution can be announced: all values against all weights, or neither."""
+    """Return whether an intent can be declared for a contribution: all values against all weights, or neither."""
     is_even = (one.values is None) == (one.outs is None) and one.tables[0].is_initialised
     return is_even and not _is_special(one)
 
@@ -844,23 +856,23 @@ class EagerPushMonitor:
 
 
 class EagerPush:
-    """What a worker has pushed to a table's open round before its commit, and announced to servers.
+    """What a worker has pushed to a table's open round before its commit, and the intent that it has declared.
 
     Pushed slices have generation 0. If some have changed since, what goes with the commit has generation 1: those
     that have changed, and those that were not complete before. If none counts, or one is not given at all, the
     commit tells servers to discard all of them.
 
-    Over a network the round is announced, before its first slice, to be like the last one: servers apply and answer
-    slices as soon as all workers have pushed them, so new weights come during the backward pass. What a worker
-    commits counts in any case, and servers roll back what does not fit. That costs time, so after a round that came
-    otherwise some of the next ones are not announced.
+    Over a network the worker declares, before its first slice, that the round will be like the last one: servers apply
+    and answer slices as soon as all workers have pushed them, so new weights come during the backward pass. What a
+    worker commits counts in any case, and servers roll back what does not fit. That costs time, so after a round that
+    differed from its declaration none is made for some of the next ones.
     """
 
     def __init__(self) -> None:
         self.expected: Contribution | None = None
-        """What the next round is expected to be like; None if it is not announced."""
+        """What the next round is expected to be like; None if nothing will be declared."""
         self.speculative: Round | None = None
-        """The open round as it was announced, with the weights received since; None if it was not announced."""
+        """The open round as it was declared, with the weights received since; None if nothing was declared."""
         self.round = -1
         self.sent: dict[int, Tensor] = {}
         """Slice (by index) → what was pushed of it."""
@@ -868,7 +880,7 @@ class EagerPush:
         """Slice (by index) → a buffer for it, with padding."""
         self._monitor = EagerPushMonitor()
         self._backoff = Backoff()
-        """Skips announcing some rounds after one that came otherwise than announced."""
+        """Skips some declarations after a round that differed from its own."""
 
     def begin(self, round_: int) -> None:
         self.round, self.sent, self.speculative = round_, {}, None
@@ -890,9 +902,7 @@ class EagerPush:
         self._monitor.count(bool(valid))
 
     def expect(self, contribution: Contribution | None, was_right: bool) -> None:
-        """Set what the next round is expected to be like; `was_right` if this one came as announced, or was not
-        announced.
-        """
+        """Set what the next round is expected to be like; `was_right` unless this one differed from its declaration."""
         if not was_right:
             self._backoff.fail()
         elif self.speculative is not None and self.speculative.server_requests:

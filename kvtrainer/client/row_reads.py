@@ -170,7 +170,7 @@ class TableRows:
         """Servers that hold nothing but rows of the table."""
         self._mapped: dict[int, MappedRows | None] = {}
         """Key → its rows in its servers' memory; None if they have to be requested."""
-        self._num_returns = 0
+        self._num_reconnects = 0
         """How often a server had come back after it was gone, when these were mapped."""
 
     def read(self, key: int, ids: Tensor, are_given: bool) -> Tensor | None:
@@ -183,8 +183,8 @@ class TableRows:
             return None
         rounds, table = self._pulls.rounds, self._table
         rounds.wait_pending(table)
-        if self._num_returns != self._pulls.session.num_returns:
-            self._num_returns = self._pulls.session.num_returns
+        if self._num_reconnects != self._pulls.session.num_reconnects:
+            self._num_reconnects = self._pulls.session.num_reconnects
             self._mapped.clear()
         if key not in self._mapped:
             self._mapped[key] = self._map(key)
@@ -202,9 +202,9 @@ class TableRows:
         servers = list(table.plan.rows(key).blocks)
         if not all(map(session.transport.channel, servers)):
             return None
-        num_returns = session.num_returns
+        num_reconnects = session.num_reconnects
         answers = session.call_all([(server, m.MapRows(table.numbers[server])) for server in servers])
-        if session.num_returns != num_returns:
+        if session.num_reconnects != num_reconnects:
             return None  # the answers may be from two processes of a server; the next read asks again
         for server, answer in zip(servers, answers, strict=True):
             assert isinstance(answer, m.Weights)

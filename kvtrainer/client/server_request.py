@@ -39,8 +39,8 @@ class RoundInputs(Protocol):
     contribution: Contribution
     session: Session
     is_read: bool
-    repeated: int
-    asks_again: bool
+    as_of_round: int
+    repeats_commit: bool
     encoded: dict[int, dict[int, EncodedSlice]]
     server_requests: list[ServerRequest]
 
@@ -62,7 +62,7 @@ class ServerRequest:
         self.generation = 0
         """Of the others."""
         self.in_flight = 0
-        """If the round is announced, the bytes of the server's slices in all announced rounds that were open then."""
+        """If an intent was declared, the bytes of the server's slices in all such rounds that were open then."""
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
         ):
@@ -73,7 +73,7 @@ class ServerRequest:
         """Tables whose end the server has not reported yet."""
         memory_at = round_.session.memory_at
         self.incoming = IncomingWeights(layout, self.memory, self.open, wants, memory_at)
-        if round_.is_read and not round_.asks_again:
+        if round_.is_read and not round_.repeats_commit:
             self.open.intersection_update([at for at, n in enumerate(self.incoming.num_pending) if n])
         self.rounds = all_tables.round[layout.index]
         self.commits = self._make_commits(round_, all_tables)
@@ -116,7 +116,7 @@ class ServerRequest:
         commits[:, 4] = (all_tables.held if is_incremental else all_tables.version)[self.server][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_incremental
-        flags |= m.WANTS_HALF * layout.takes_half | m.REPEATS * round_.asks_again
+        flags |= m.WANTS_HALF * layout.takes_half | m.REPEATS * round_.repeats_commit
         if wants and contribution.sink.maps and round_.session.transport.channel(self.server) is not None:
             flags |= m.MAPS_WEIGHTS | m.LOCATIONS_CACHED * (layout.mapped is not None)
         if flags or not wants:
@@ -169,7 +169,7 @@ class ServerRequest:
         return self.layout.tables[0].view or (-1, ())
 
     def adopt(self, speculative: ServerRequest) -> None:
-        """Adopt the request announced during the backward pass, with the weights already received."""
+        """Adopt the request declared during the backward pass, with the weights already received."""
         self.number, self.incoming = speculative.number, speculative.incoming
         self.incoming.open = self.open
 
@@ -201,8 +201,8 @@ class ServerRequest:
         """Make the messages of some slices. The last one has the commits of the tables that are still open."""
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout
         commits = self.commits if len(self.open) == len(self.commits) else self.commits[sorted(self.open)]
-        if round_.is_read and not round_.asks_again:
-            return [m.Pull(tuple(commits[:, 0].tolist()), timeout, round_.repeated)]
+        if round_.is_read and not round_.repeats_commit:
+            return [m.Pull(tuple(commits[:, 0].tolist()), timeout, round_.as_of_round)]
         # 1. Slices by form: encoded, in shared memory, plain.
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]] = []
         """(form, slices, what they are given)."""

@@ -9,7 +9,7 @@ process on this host has ended. A server on this host that is seen to run is wai
 
 A server whose state outlives its process says so in its `Welcome`. It is no error if such a server is gone: the worker
 connects again and waits until another process answers at the same address. What is sent in the meantime is dropped,
-as a network would lose it. When the server is back, everything that is not answered yet is sent again (`on_return`).
+as a network would lose it. When the server is back, everything that is not answered yet is sent again (`on_reconnect`).
 
 `call_all` is for control requests: it blocks for all answers and raises what a server answered. Rounds use `send`
 and `wait`. `SessionTrace` records requests for the profiler, and `Report` the figures that heartbeats carry to those
@@ -44,7 +44,7 @@ from kvstore_server.errors import (
 from kvstore_server.failpoints import failpoint
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.plan import check_name
-from kvstore_server.processes import DEAD_AFTER, LAST_WORDS, ProcessState
+from kvstore_server.processes import DEAD_AFTER, FINAL_MESSAGE_TIME, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 REPEAT_AFTER = 2.0
 """Seconds without an answer after which a request is sent again; sooner where `dead_after` is short."""
 
-STANDSTILL = 1.0
+SUSPENDED_AFTER = 1.0
 """Seconds. A wait that takes this much longer than it should means that this process was suspended."""
 _NO_SESSION = (0, 0)
 """Stands for (run, session) of a server that has not welcomed this worker yet."""
@@ -308,9 +308,9 @@ class Session:
         self._lost_state_error: KVStoreError | None = None
         """The error of a server that was restarted and has lost the state of this job."""
         self._absences = Absences()
-        self.on_return: list[Callable[[int], None]] = []
+        self.on_reconnect: list[Callable[[int], None]] = []
         """Called with a server that is back after it was gone: all messages to it and from it were lost."""
-        self.num_returns = 0
+        self.num_reconnects = 0
         """How often a server has come back."""
         # 3. Requests under way.
         self._handlers: dict[int, Handler] = {}
@@ -583,16 +583,16 @@ class Session:
             # 2. Wait for one reply, but not longer than until requests or probes have to be repeated.
             receive_began, pause = now, min(self._repeat_after, deadline - now)
             if self.transport.ended or self.transport.disconnected:
-                pause = min(pause, SETTLE_TIME if absences.timeouts else LAST_WORDS)
+                pause = min(pause, SETTLE_TIME if absences.timeouts else FINAL_MESSAGE_TIME)
             if absences.gone:
                 pause = min(pause, absences.next_check(now))
             got = self.transport.receive(pause)
             now = self.clock()
             idle = 0.0 if got is not None else idle + now - receive_began
-            if now - receive_began > pause + STANDSTILL:
+            if now - receive_began > pause + SUSPENDED_AFTER:
                 # This process was suspended. What the servers sent meanwhile has yet to be read, so they get more time.
                 self._heard = [now] * self.num_servers
-                deadline = max(deadline, now + STANDSTILL)
+                deadline = max(deadline, now + SUSPENDED_AFTER)
                 absences.extend(now - receive_began - pause)
             # 3. Process it, or see which servers are silent. Those that are gone are probed instead.
             if got is not None:
@@ -633,16 +633,16 @@ class Session:
             detected_at = self._process_ended_at.setdefault(server, now)
             if server not in self._shut_down and (server in absences or now - detected_at >= SETTLE_TIME):
                 if server in transport.ended:
-                    self._lose(
+                    self._begin_absence(
                         server, transport.how_ended(server) or "has ended without giving a reason", now
                     )
                 else:
-                    self._lose(server, "has closed the connection", now)
+                    self._begin_absence(server, "has closed the connection", now)
         for server in absences.take_due(now):
             transport.reconnect(server)
             self._probe(server)
 
-    def _lose(self, server: int, why: str, now: float) -> None:
+    def _begin_absence(self, server: int, why: str, now: float) -> None:
         """Connect again to a restartable server that is gone, and wait for its next process."""
         if self._absences.begin(server, why, now):
             timeout = self._absences.timeouts[server]
@@ -676,14 +676,14 @@ class Session:
             "have started it again, or restart the job from its last saved states"
         )
 
-    def _return(self, server: int, has_state: bool, now: float) -> None:
+    def _end_absence(self, server: int, has_state: bool, now: float) -> None:
         """Go on with a server that answers again: send it everything that is not answered yet."""
         if has_state and not self.transport.reopen(server, *self._tokens[server]):
             return
         absence = self._absences.gone.pop(server)
-        self.num_returns += 1
+        self.num_reconnects += 1
         _log.warning("%s is back after %.1f s", self.describe(server), now - absence.since)
-        for recover in self.on_return:
+        for recover in self.on_reconnect:
             recover(server)
         for calls in list(self._open_calls):
             for call in list(calls.waiting.values()):
@@ -733,7 +733,7 @@ class Session:
             where, is_paused = self.describe(server), self.transport.process(server) is ProcessState.STOPPED
             paused = " (its process is paused by a signal or a debugger)" if is_paused else ""
             if server in self._absences.timeouts:
-                self._lose(server, f"has not answered for {silence:.1f} s{paused}", now)
+                self._begin_absence(server, f"has not answered for {silence:.1f} s{paused}", now)
                 return False
             self._unreachable.add(server)
             where += paused
@@ -758,7 +758,7 @@ class Session:
         detected_at = self._process_ended_at.setdefault(server, now)
         if server in self._unreachable:
             return now - max(wait_began, self._heard[server]) >= min(REPEAT_AFTER, self.options.dead_after)
-        return now - max(detected_at, self._heard[server]) >= LAST_WORDS
+        return now - max(detected_at, self._heard[server]) >= FINAL_MESSAGE_TIME
 
     def _process_ended_error(self, server: int) -> ServerUnreachableError:
         how = self.transport.how_ended(server) or "has ended without giving a reason"
@@ -806,7 +806,7 @@ class Session:
         self._heard[server] = now
         self._unreachable.discard(server)
         if server in self._absences.gone:
-            self._return(server, not isinstance(reply.body, m.Failed), now)
+            self._end_absence(server, not isinstance(reply.body, m.Failed), now)
         if self.trace is not None:
             self.trace.received(reply)
         if self.log is not None:

@@ -40,7 +40,7 @@ from kvtrainer.types import NO_TARGETS
 
 _log = logging.getLogger(__name__)
 
-LEAST = 256 << 10
+_MIN_SHARED = 256 << 10
 """Gradients of at least this many bytes are allocated in shared memory."""
 _WORTH_A_PLACE = 4 << 10
 """Small gradients are gathered in shared memory if all of them have at least this many bytes."""
@@ -108,7 +108,7 @@ class SharedGradients:
         ]
         # 2. Large ones are allocated, all others gathered.
         borrowed = _keys_of(here).intersection(keys)
-        long = {key for key in borrowed if allocates and plan.specs[key].nbytes >= LEAST}
+        long = {key for key in borrowed if allocates and plan.specs[key].nbytes >= _MIN_SHARED}
         others = [slice_ for slice_ in here if gathers and slice_.segments[0].key not in keys]
         if sum([slice_.nbytes for slice_ in others]) < _WORTH_A_PLACE:
             others = []

@@ -8,7 +8,7 @@ with a slice of another server, are not mapped but copied.
 
 `PrivateSink` does the same with a file of this process to which rounds write weights that come in messages.
 `CopySink` is for asynchronous rounds where pages do not tell. Weights of a CUDA device arrive in a `DeviceSink`
-(`kvtrainer/sync/staging.py`).
+(`kvtrainer/sync/device_staging.py`).
 
 Servers count the beginning and the end of each write in counters behind the weights (a seqlock). After a round that
 failed these tell which slices some servers have begun to write and others not.

@@ -29,7 +29,7 @@ from kvtrainer.errors import ConfigurationError, file_error
 RANK = "KVSTORE_RANK"
 NUM_WORKERS = "KVSTORE_NUM_WORKERS"
 ELASTIC = "KVSTORE_ELASTIC"
-"""LEAST..MOST: how many workers a job may have after it has begun with KVSTORE_NUM_WORKERS."""
+"""MIN..MAX: how many workers a job may have after it has begun with KVSTORE_NUM_WORKERS."""
 SERVERS = "KVSTORE_SERVERS"
 LOCAL_RANK = "KVSTORE_LOCAL_RANK"
 """Rank of this worker among those of its host."""
@@ -184,10 +184,10 @@ def read_elastic(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def parse_range(text: str, name: str) -> tuple[int, int]:
-    """Return LEAST and MOST of "LEAST..MOST". Raises ConfigurationError if it is no such range."""
+    """Return MIN and MAX of "MIN..MAX". Raises ConfigurationError if it is no such range."""
     least, dots, most = text.partition("..")
     if not (dots and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise ConfigurationError(f"{name} is {text!r:.80}; it must be LEAST..MOST workers, such as 2..8")
+        raise ConfigurationError(f"{name} is {text!r:.80}; it must be MIN..MAX workers, such as 2..8")
     return int(least), int(most)
 
 

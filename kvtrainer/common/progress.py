@@ -17,7 +17,7 @@ from kvtrainer.common.env import PROGRESS
 LONG = 1.0
 """Seconds after which progress is shown, and between two lines."""
 LARGE = 256 << 20
-"""Bytes above which work is announced that has no countable parts."""
+"""Bytes from which on work without countable parts is reported."""
 
 T = TypeVar("T")
 

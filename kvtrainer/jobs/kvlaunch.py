@@ -54,7 +54,7 @@ _EPILOG = """\
 environment that a worker finds:
   KVSTORE_RANK         which worker it is, from 0
   KVSTORE_NUM_WORKERS  how many workers there are
-  KVSTORE_ELASTIC      with -n LEAST..MOST: this range
+  KVSTORE_ELASTIC      with -n MIN..MAX: this range
   KVSTORE_LOCAL_RANK   which worker of its host it is, from 0
   KVSTORE_SERVERS      comma-separated tcp://HOST:PORT of the servers; unset with -s 0
   OMP_NUM_THREADS      cores divided by workers, at least 1, unless you have set it
@@ -220,7 +220,7 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
         options.workers = options.elastic[1]
         if not options.servers:
             parser.error(
-                "-n LEAST..MOST needs servers, which decide about the members, and there are none with -s 0"
+                "-n MIN..MAX needs servers, which decide about the members, and there are none with -s 0"
             )
         names = [one.partition("=")[0] for one in options.env]
         is_given = options.rejoin_timeout is not None or REJOIN_TIMEOUT in {*names, *os.environ}
@@ -255,7 +255,7 @@ def _make_parser() -> argparse.ArgumentParser:
         type=_parse_workers,
         required=True,
         metavar="W",
-        help="how many workers to start; LEAST..MOST starts MOST, and the job goes on as long as LEAST are left",
+        help="how many workers to start; MIN..MAX starts MAX, and the job goes on as long as MIN are left",
     )
     add(
         "-s",

@@ -34,7 +34,7 @@ SERVER, WORKER = "server", "worker"
 REPLACED_AFTER = 1.0
 """Waiting processes ask many times a second. After this many seconds of silence another one may take the place."""
 # Seconds of silence after which the scheduler no longer waits for a process before it exits.
-_LAST_WORDS = 2.0
+_SILENT_AFTER = 2.0
 # The most characters of a description of missing processes.
 _LONGEST = 4000
 _MAX_NAME = 255
@@ -144,7 +144,7 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Return whether all processes that are still there have their last answer."""
         return all(
-            member.is_told or self._now - member.heard > _LAST_WORDS for member in self._members.values()
+            member.is_told or self._now - member.heard > _SILENT_AFTER for member in self._members.values()
         )
 
     def abandon(self, now: float) -> list[m.Outgoing]:

@@ -68,7 +68,7 @@ class DistKVStore(TableKVStore):
             (KVSTORE_STALENESS, 1).
         scale_lr_by_staleness: For "dist_async" and "dist_ssp": divide the learning rate of a push by the number of
             updates since its worker read the weights.
-        elastic: "LEAST..MOST" for "dist_sync": the number of workers may change while a Trainer trains; the job begins
+        elastic: "MIN..MAX" for "dist_sync": the number of workers may change while a Trainer trains; the job begins
             with `num_workers` (KVSTORE_ELASTIC). Workers with a rank from `num_workers` on join in `Trainer.resume`.
         namespace: Stores with equal namespaces work together. By default the n-th store of each worker joins the
             others' n-th, within the same attempt of a restarted job (KVSTORE_ATTEMPT, torchrun's, Slurm's).

@@ -29,7 +29,7 @@ from kvtrainer.errors import AmpNotInitializedError, ConfigurationError, StateMi
 
 _log = logging.getLogger(__name__)
 
-FIRST, LARGEST, LEAST = 2.0**16, 2.0**24, 2.0**-24
+FIRST, LARGEST, SMALLEST = 2.0**16, 2.0**24, 2.0**-24
 CLEAN_STEPS = 2000
 """After this many steps in a row without an overflow the scale doubles."""
 
@@ -58,10 +58,10 @@ class LossScaler:
     _kind: str | None = _GLUON
     """`_GLUON`, `_STATIC`, or None for torch's, which rounds the scale to float32."""
     _growth, _backoff, _interval = 2.0, 0.5, CLEAN_STEPS
-    _least, _most = LEAST, LARGEST
+    _least, _most = SMALLEST, LARGEST
 
     def __init__(self, loss_scale: float = FIRST) -> None:
-        self.loss_scale = check.number("a loss scale", loss_scale, LEAST, LARGEST)
+        self.loss_scale = check.number("a loss scale", loss_scale, SMALLEST, LARGEST)
         """The factor for the next loss."""
         self.clean_steps = 0
         """Steps without an overflow since the scale last changed."""
@@ -162,7 +162,7 @@ class LossScaler:
                     f"saved state has {tuple(factors)}; use the Trainer's option amp=dict(...) for these"
                 )
             check.integer("a saved count of clean steps", clean_steps, 0, self._interval - 1)
-            check.number("a loss scale", scale, LEAST, LARGEST)
+            check.number("a loss scale", scale, SMALLEST, LARGEST)
         elif self.min_scale is None and state.get("min_scale") is not None:
             self._least = self.min_scale = _check_positive("min_scale", state["min_scale"])
         self.loss_scale, self.clean_steps = self._rounded(scale), clean_steps

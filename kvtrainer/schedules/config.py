@@ -33,7 +33,7 @@ from kvtrainer.errors import (
 )
 from kvtrainer.schedules.formulas import MMENGINE, OF_MMENGINE
 from kvtrainer.schedules.param_schedule import BoundSchedule, ParamSchedule, ScheduleSpec
-from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, bound_by, is_scheduler
+from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, bound_by, is_torch_scheduler
 
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _WARMUP = ("warmup", "warmup_iters", "warmup_ratio", "warmup_by_epoch")
@@ -439,12 +439,12 @@ def _bind_schedule(
     # 2. Turn any description into a bound schedule: dict → spec or function → schedule.
     if isinstance(one, Mapping):
         one = read_schedule(one, run)
-    if callable(one) and not is_scheduler(one):
+    if callable(one) and not is_torch_scheduler(one):
         one = one(optimizer)
     if isinstance(one, ScheduleSpec):
         one = ParamSchedule(optimizer, one, after=last.get(one.name))
     # 3. Check that it is one, and bound to this optimizer. A Trainer shares its groups with its optimizer.
-    if not is_scheduler(one):
+    if not is_torch_scheduler(one):
         raise ArgumentTypeError(
             "a schedule is a ParamSchedule, a dict with 'policy' or 'type', a scheduler of torch or a function that "
             f"makes one of an optimizer; got {type(one).__name__}"

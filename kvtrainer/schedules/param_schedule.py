@@ -37,7 +37,7 @@ from kvtrainer.errors import (
 )
 from kvtrainer.schedules.formulas import Formula, Policy, make_policy, warmup_factor
 
-MOST_MOMENTUM = 0.999
+MAX_MOMENTUM = 0.999
 """A warm-up raises momentum at most to this, unless the momentum itself is greater."""
 _REMEMBERED = ("lr", "momentum")
 """Values whose start is also stored in the group, as torch's schedulers do: 'initial_lr'."""
@@ -503,7 +503,7 @@ class Warmup:
         factor = warmup_factor(kind, at, length, ratio)
         if not self._is_of_momentum:
             return value * factor
-        lifted = min(value / factor, max(value, MOST_MOMENTUM))
+        lifted = min(value / factor, max(value, MAX_MOMENTUM))
         if lifted != value / factor and not self._has_warned:
             self._has_warned = True
             warnings.warn(

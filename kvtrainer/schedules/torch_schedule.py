@@ -181,12 +181,12 @@ def bound_by(one: Any, by: str) -> Any:
 
     A BoundSchedule, or anything that is not a scheduler, is returned unchanged.
     """
-    if isinstance(one, BoundSchedule) or not is_scheduler(one):
+    if isinstance(one, BoundSchedule) or not is_torch_scheduler(one):
         return one
     return TorchSchedule(one, "epoch" if getattr(one, "by_epoch", False) is True else by)
 
 
-def is_scheduler(one: object) -> bool:
+def is_torch_scheduler(one: object) -> bool:
     """Return whether this is bound to an optimizer and has a torch scheduler's methods; `step` without arguments."""
     if isinstance(one, LRScheduler):
         return True

@@ -152,7 +152,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
     Missing folders are created. A checksum is added to the meta. Raises StateFileError, after which an existing file is
     unchanged.
     """
-    path = os.path.realpath(path_to_write(filename))
+    path = os.path.realpath(checkpoint_path(filename))
     meta = check.mapping("the 'meta' of a checkpoint", checkpoint.get(META, {}))
     content = {**checkpoint, META: {**meta, _FORMAT: _WITH_CHECKSUM}}
     content[META][_CHECKSUM] = tree_checksum(content)
@@ -174,7 +174,7 @@ def _name_file_in_errors(what: str, filename: str) -> Iterator[None]:
 
 def record_last(work_dir: str, filename: str) -> None:
     """Record in the work directory that this checkpoint is the latest. Raises StateFileError."""
-    path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(path_to_write(filename))
+    path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(checkpoint_path(filename))
     with (
         _name_file_in_errors(f"note the latest checkpoint in {path!r}", path),
         replace_atomically(path) as file,
@@ -199,7 +199,7 @@ def find_last(work_dir: str) -> str | None:
     return next((name for name in moved if os.path.exists(name)), noted)
 
 
-def path_to_write(filename: str) -> str:
+def checkpoint_path(filename: str) -> str:
     """Return the local path at which a checkpoint is written. Raises ConfigurationError for other addresses."""
     scheme, path = _split_address(filename)
     if scheme not in ("", "file"):

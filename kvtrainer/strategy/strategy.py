@@ -52,7 +52,7 @@ from kvtrainer.utils import get_random_state, set_random_state
 
 Steps = list[Callable[[], None]]
 """Functions that load a part of a checkpoint, after all parts were checked."""
-_MOST_BUFFERS = 24 << 10
+_MAX_BUFFERS = 24 << 10
 """The most bytes of a model's buffers that travel with each step."""
 _RESERVED = (files.WEIGHTS, files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
 
@@ -360,9 +360,9 @@ class Strategy(BaseStrategy):
                 f"rejoin() is possible with one Trainer; this strategy has {len(self._trainers)}, and a worker may end "
                 "between their steps. Resume from a checkpoint instead"
             )
-        if (nbytes := len(pack_buffers(self.model))) > _MOST_BUFFERS:
+        if (nbytes := len(pack_buffers(self.model))) > _MAX_BUFFERS:
             raise ConfigurationError(
-                f"the model has buffers of {nbytes} bytes, such as those of BatchNorm; up to {_MOST_BUFFERS} travel "
+                f"the model has buffers of {nbytes} bytes, such as those of BatchNorm; up to {_MAX_BUFFERS} travel "
                 "with each step for a worker that comes back. Resume from checkpoints, or use layers without buffers"
             )
         start = trainer.resume()
@@ -407,7 +407,7 @@ class Strategy(BaseStrategy):
             RoundAbortedError: Another worker failed.
         """
         self._check_prepared("save_checkpoint()")
-        files.path_to_write(filename)
+        files.checkpoint_path(filename)
         # 1. Every rank contributes what only it has.
         trainers = self._trainers if save_optimizer else {}
         with self._agreement.all_or_none("save its state"):

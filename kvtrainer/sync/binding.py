@@ -225,7 +225,7 @@ class Binding:
         self.check_whole()
         if self.holder is None or self.holder.are_members_fixed:
             raise ConfigurationError(
-                "leave() is for a job whose number of workers may change (kvlaunch -n LEAST..MOST, KVSTORE_ELASTIC), "
+                "leave() is for a job whose number of workers may change (kvlaunch -n MIN..MAX, KVSTORE_ELASTIC), "
                 "after resume(); close() ends this worker"
             )
         self.holder.leave_rounds()

@@ -40,21 +40,21 @@ from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.host_reduce import HierarchicalReduce
 from kvtrainer.states.surviving_memory import Versions
-from kvtrainer.sync.staging import DeviceSink, SideStream, Staging
+from kvtrainer.sync.device_staging import DeviceSink, SideStream, Staging
 from kvtrainer.sync.step_guard import StepGuard
 from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
 
 TABLE = "parameters"
-_LEAST_BORROWED = 128 << 10
+_MIN_BORROWED = 128 << 10
 """Gradients of at least this many bytes are sent without a copy; copying a shorter one is faster."""
 
 
 def keys_worth_borrowing(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
     """Select the keys (by index) whose gradients are large enough to send without a copy."""
     nbytes = plan.key_nbytes
-    return frozenset([key for key in keys if nbytes[key] >= _LEAST_BORROWED])
+    return frozenset([key for key in keys if nbytes[key] >= _MIN_BORROWED])
 
 
 class RoundResult(NamedTuple):
@@ -319,7 +319,7 @@ class StoreExchange(Exchange):
         round_, is_whole = None, self.is_sync and not takeover.is_partial
         if is_whole:
             again = Contribution([self._table], None, [out], guard=guard, sink=self.sink, joined=joined)
-            round_ = rounds.ask_again(again)
+            round_ = rounds.repeat_commit(again)
         if round_ is not None:
             _, decision = round_.decided.get(self._name, (None, Decision()))
             left_out = frozenset(round_.absent.get(self._name, ()))

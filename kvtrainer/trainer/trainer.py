@@ -569,7 +569,7 @@ class Trainer(torch.optim.Optimizer):
     def members(self) -> tuple[int, ...]:
         """The ranks of the workers that take part in the next step, ascending.
 
-        They change only in a job whose number of workers may change (`kvlaunch -n LEAST..MOST`), and only in `step`;
+        They change only in a job whose number of workers may change (`kvlaunch -n MIN..MAX`), and only in `step`;
         `kvtrainer.utils.shard` divides data over them. Creates the store, as `rank` does.
         """
         return self._pipeline.binding.members()

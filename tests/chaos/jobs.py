@@ -36,7 +36,7 @@ faulthandler.register(signal.SIGUSR1)
 from kvstore_server.cli import run
 run()
 """
-_MOST_STARTS = 100
+_MAX_STARTS = 100
 """Of one process in a job: more are a crash loop."""
 
 
@@ -290,7 +290,7 @@ class Job:
             return
         is_lost = member.role == "worker" and code == 1 and "ServerLostState: " in member.said()
         assert code == -signal.SIGKILL or is_lost, f"{member.name} ended with {code}\n{self._logs()}"
-        assert member.starts < _MOST_STARTS, f"{member.name} dies again and again\n{self._logs()}"
+        assert member.starts < _MAX_STARTS, f"{member.name} dies again and again\n{self._logs()}"
         member.start()
 
     def _outcome(self, codes: list[int], seconds: float) -> Outcome:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import kvtrainer
 from kvtrainer.errors import WeightsWrittenError
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.sync.staging import SideStream, Staging
+from kvtrainer.sync.device_staging import SideStream, Staging
 from tests.support.stores import Servers
 
 pytestmark = [

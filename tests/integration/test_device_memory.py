@@ -13,10 +13,10 @@ from torch import Tensor
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.kvstore import DistKVStore
+from kvtrainer.sync import device_staging
 from kvtrainer.sync import exchange as exchanges
-from kvtrainer.sync import staging
+from kvtrainer.sync.device_staging import DeviceSink
 from kvtrainer.sync.exchange import StoreExchange
-from kvtrainer.sync.staging import DeviceSink
 from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
 from tests.support.engines import run_round
 from tests.support.limits import LIMIT
@@ -229,7 +229,7 @@ def test_weights_are_copied_with_a_line_where_memory_of_servers_cannot_be_mapped
     def refuse(*args: object, **options: object) -> None:
         raise OSError("too many mappings")
 
-    monkeypatch.setattr(staging, "put_pages", refuse)
+    monkeypatch.setattr(device_staging, "put_pages", refuse)
     found = found_by((), trained)
     assert all(map(torch.equal, found[0], expected[0]))
     assert "too many mappings" in caplog.text

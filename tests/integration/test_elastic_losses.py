@@ -136,7 +136,7 @@ def test_leave_is_refused_where_the_number_of_workers_is_fixed(two_servers: list
     trainer = kvtrainer.Trainer([torch.nn.Parameter(torch.zeros(2))], "sgd", kvstore=store)
     trainer.resume()
     assert trainer.members == (0,)
-    with pytest.raises(ConfigurationError, match="LEAST"):
+    with pytest.raises(ConfigurationError, match="MIN"):
         trainer.leave()
     trainer.close()
     store.close()

@@ -24,7 +24,7 @@ APPLIED, VETOED, FAILED, HELD = "applied", "vetoed", "failed", "held"
 RATES = (1.0, 0.5)
 """The learning rates before and after they change."""
 DEAD_AFTER = 20.0
-LAST_WORDS = 0.25
+FINAL_MESSAGE_TIME = 0.25
 """Seconds in which messages of a process that has ended may still come."""
 
 To = tuple[int, int]
@@ -66,7 +66,9 @@ class Members:
         ended = {rank: self.ended[one] for rank, one in self.current.items() if one in self.ended}
         signs = {rank: max(heard, ended.get(rank, heard)) for rank, heard in self.heard.items()}
         silent = {rank for rank, sign in signs.items() if now - sign > DEAD_AFTER}
-        dead = {rank for rank in ended if now - signs[rank] >= LAST_WORDS and not self.may_be_replaced}
+        dead = {
+            rank for rank in ended if now - signs[rank] >= FINAL_MESSAGE_TIME and not self.may_be_replaced
+        }
         return self.left | silent | dead
 
 

@@ -23,10 +23,10 @@ from kvstore_server.engine.membership import Membership, RankSession, Sessions
 from kvstore_server.engine.rounds import (
     _ARRIVED,
     CommitStatus,
+    DelayedRequests,
     NamespaceRounds,
     RankInputs,
     RoundTracker,
-    Waits,
 )
 from kvstore_server.engine.table import ALL, Table
 from kvstore_server.processes import ProcessState
@@ -544,9 +544,9 @@ def applied_before_it_was_replaced(real: Any, *_: Any) -> bool:
 def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
     """What was applied stays when a rank announces the same slices with another factor, or other numbers."""
     if table.pipelined is not None:
-        news = space.rounds.shared.inputs[rank].intents[table.number]
-        table.pipelined.intents = {**table.pipelined.intents, rank: news}
-        if not pipelined._fits_intent(table, table.pipelined, table.pipelined.intents[rank], news.arrivals):
+        intent = space.rounds.shared.inputs[rank].intents[table.number]
+        table.pipelined.intents = {**table.pipelined.intents, rank: intent}
+        if not pipelined._fits_intent(table, table.pipelined, table.pipelined.intents[rank], intent.arrivals):
             pipelined.roll_back(space, table)
 
 
@@ -633,13 +633,13 @@ def left_is_needed(real: Any, self: Any, rank: int, is_done: bool, is_resumable:
     real(self, rank, False, is_resumable)
 
 
-@replaces(Waits, "take_ready", ASYNC)
+@replaces(DelayedRequests, "take_ready", ASYNC)
 def one_wakes_up(real: Any, self: Any) -> Any:
     """Of those that waited for one another only the first is told."""
     return real(self)[:1]
 
 
-@replaces(Waits, "take_ready", ASYNC)
+@replaces(DelayedRequests, "take_ready", ASYNC)
 def read_not_released(real: Any, self: Any) -> Any:
     """Who waits to read is not told when the others have come."""
     ready = real(self)
@@ -669,7 +669,7 @@ def each_server_has_its_clock(real: Any, self: Any, rank: int, tables: Any, roun
     return found
 
 
-@replaces(Waits, "add", ASYNC)
+@replaces(DelayedRequests, "add", ASYNC)
 def repeating_extends(real: Any, self: Any, wait: Any) -> None:
     """Who asks again waits from then on."""
     deadline = wait.deadline

@@ -36,7 +36,7 @@ from tests.sim.test_interleavings import seed_that_fails
 from tests.support.messages import contribution
 
 SEEDS, MUTANT_SEEDS = 60, 60
-TURNS, MOST_TURNS = 120, 400
+TURNS, MAX_TURNS = 120, 400
 """Turns with lost wake-ups, and those after which all must have come without any loss."""
 MEMORY = 1 << 20
 HELD = 3
@@ -370,7 +370,7 @@ class Job:
         """Lose nothing any more, until all was answered and given back."""
         for poll in self.polls:
             poll.is_fair = True
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             self.check(len(self.kept))
             self.store.check(len(self.store.kept))
             self.listen()

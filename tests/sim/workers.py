@@ -62,7 +62,7 @@ HALF = pack_control({"type": "fp16"})
 @contextmanager
 def tiny_slices() -> Iterator[None]:
     """Cut tables into slices of 64 bytes, to be applied one by one, while this lasts: tiny keys lie on both servers."""
-    with mock.patch.object(plan_module, "MIN_SLICE", 64), mock.patch.object(pipelined, "LEAST", 64):
+    with mock.patch.object(plan_module, "MIN_SLICE", 64), mock.patch.object(pipelined, "MIN_PIPELINED", 64):
         yield
 
 

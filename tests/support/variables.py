@@ -30,7 +30,7 @@ WORKER = {
     "KVSTORE_NUM_WORKERS": ("", "number of workers"),
     "KVSTORE_ELASTIC": (
         "",
-        "LEAST..MOST: the number of workers may change in this range, and begins with KVSTORE_NUM_WORKERS",
+        "MIN..MAX: the number of workers may change in this range, and begins with KVSTORE_NUM_WORKERS",
     ),
     "KVSTORE_LOCAL_RANK": ("", "number of this worker on its host; chooses the CUDA device; default: the launcher's"),
     "KVSTORE_ATTEMPT": ("", "how often the job was restarted; each attempt has its own tables on the servers"),

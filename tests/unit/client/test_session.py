@@ -11,7 +11,7 @@ import pytest
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
-from kvstore_server.processes import LAST_WORDS, ProcessState
+from kvstore_server.processes import FINAL_MESSAGE_TIME, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode
 from kvtrainer.client.client import Client, Loopback
@@ -248,9 +248,9 @@ def test_a_server_whose_process_has_ended_is_named_without_waiting_for_its_silen
     servers.ended.add(1)
     with pytest.raises(ServerUnreachableError, match=r"server 1 \(here\) was killed by signal 9"):
         session.call(1, m.Stats())
-    assert servers.now <= 100.0 + 3 * LAST_WORDS
+    assert servers.now <= 100.0 + 3 * FINAL_MESSAGE_TIME
     assert session.ask_all([(1, m.Stats())], timeout=5.0) == [None]
-    assert servers.now <= 100.0 + 3 * LAST_WORDS
+    assert servers.now <= 100.0 + 3 * FINAL_MESSAGE_TIME
 
 
 def test_a_server_in_the_place_of_a_dead_one_is_heard_by_later_calls() -> None:
@@ -278,9 +278,9 @@ def test_what_a_server_has_said_before_its_process_ended_is_heard_first() -> Non
     servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
     session = servers.session(dead_after=60.0)
     servers.ended.add(0)
-    servers.reply(0, session._last_number + 1, m.Status(), after=0.8 * LAST_WORDS)
+    servers.reply(0, session._last_number + 1, m.Status(), after=0.8 * FINAL_MESSAGE_TIME)
     assert session.call(0, m.Stats()) == m.Status()
-    servers.reply(0, 0, FAREWELL, after=0.8 * LAST_WORDS)
+    servers.reply(0, 0, FAREWELL, after=0.8 * FINAL_MESSAGE_TIME)
     with pytest.raises(ServerStoppingError):
         session.call(0, m.Stats())
 

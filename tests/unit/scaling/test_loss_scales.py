@@ -13,7 +13,7 @@ import torch
 from kvtrainer import Trainer, amp
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.options.loss_scaler import (
-    LEAST,
+    SMALLEST,
     LossScaler,
     StaticLossScaler,
     TorchLossScaler,
@@ -69,7 +69,7 @@ def test_scales_do_not_depend_on_torchs_default_dtype() -> None:
     ("scaler", "overflows", "expected"),
     [
         pytest.param(TorchLossScaler(8, min_scale=1), [True] * 5, [4, 2, 1, 1, 1], id="above the floor"),
-        pytest.param(TorchLossScaler(2 * LEAST), [True] * 3, [LEAST] * 3, id="above 0"),
+        pytest.param(TorchLossScaler(2 * SMALLEST), [True] * 3, [SMALLEST] * 3, id="above 0"),
         pytest.param(
             TorchLossScaler(2.0**127, growth_interval=1), [False] * 2, [2.0**127] * 2, id="in float32"
         ),
@@ -236,8 +236,8 @@ def test_the_state_of_a_scaler_with_other_options_is_refused(tmp_path: Path, opt
 
 
 def test_endless_overflows_end_at_the_least_scale_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    scaler = LossScaler(LEAST * 2)
-    assert after(scaler, [True, True, False]) == [LEAST, LEAST, LEAST]
+    scaler = LossScaler(SMALLEST * 2)
+    assert after(scaler, [True, True, False]) == [SMALLEST, SMALLEST, SMALLEST]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "look for an infinity or a NaN" in caplog.text
 

@@ -26,7 +26,7 @@ from kvstore_server.errors import ConfigurationError, ProtocolError
 from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.transport import channel
 from kvstore_server.transport.arena import Leases, Places, SharedArena, make_memory
-from kvstore_server.transport.channel import _ROOM, LEAST_MEMORY, Channel, Listener, connect, watch
+from kvstore_server.transport.channel import _ROOM, MIN_MEMORY, Channel, Listener, connect, watch
 from kvstore_server.transport.exports import WeightExports
 from tests.support.processes import Call
 
@@ -49,7 +49,7 @@ def ends() -> Iterator[Pair]:
         exports: WeightExports | None = None,
     ) -> tuple[Channel, Channel]:
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        requests, replies = make_memory(LEAST_MEMORY) if memory is None else memory, make_memory(LEAST_MEMORY)
+        requests, replies = make_memory(MIN_MEMORY) if memory is None else memory, make_memory(MIN_MEMORY)
         worker = Channel(a, SharedArena(os.dup(requests)), SharedArena(os.dup(replies)))
 
         def made(nbytes: int, number: int) -> tuple[SharedArena, int] | None:
@@ -213,7 +213,7 @@ def test_where_no_memory_can_be_had_frames_are_copied_and_their_places_used_agai
 
 
 def test_only_the_numbers_of_a_message_can_change_after_it_was_received(ends: Pair) -> None:
-    memory = make_memory(LEAST_MEMORY)
+    memory = make_memory(MIN_MEMORY)
     hostile = SharedArena(os.dup(memory))
     worker, server = ends(memory=memory)
     worker.send([b"h" * 3000, b"b" * 3000, b"e" * 3000, b"p" * 3000])
@@ -224,8 +224,8 @@ def test_only_the_numbers_of_a_message_can_change_after_it_was_received(ends: Pa
 
 
 def test_nobody_can_change_the_size_of_the_memory() -> None:
-    fd = make_memory(LEAST_MEMORY)
-    for size in (0, 2 * LEAST_MEMORY):
+    fd = make_memory(MIN_MEMORY)
+    for size in (0, 2 * MIN_MEMORY):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
     os.close(fd)
@@ -235,7 +235,7 @@ def test_whatever_a_worker_sends_is_a_message_or_a_protocol_error(ends: Pair) ->
     draw = random.Random(11)
     for _ in range(300):
         worker, server = ends()
-        numbers = [draw.choice([0, 1, 64, -1, MAX_FRAME, MAX_FRAME + 1, LEAST_MEMORY - 3, 1 << 40, -(1 << 63)])
+        numbers = [draw.choice([0, 1, 64, -1, MAX_FRAME, MAX_FRAME + 1, MIN_MEMORY - 3, 1 << 40, -(1 << 63)])
                    for _ in range(draw.randrange(12))]  # fmt: skip
         head = struct.pack(
             "<BBHIQ", draw.randrange(7), draw.randrange(3), draw.randrange(6), draw.randrange(4), 9
@@ -391,7 +391,7 @@ def test_a_channel_under_a_high_number_gives_memory_later_as_any_other(ends: Pai
     high = fcntl.fcntl(server.fileno(), fcntl.F_DUPFD, 1500)
     server._end.close()
     server._end = socket.socket(fileno=high)
-    server._wish = LEAST_MEMORY
+    server._wish = MIN_MEMORY
     server.tell()
     assert server._wish == 0
     assert worker.receive() is None
@@ -646,19 +646,19 @@ def test_all_memory_of_a_channel_counts_from_before_it_is_made_until_the_channel
     bounded: Listener, budget: Budget
 ) -> None:
     worker = joined(bounded)
-    assert budget.shared == 2 * LEAST_MEMORY
+    assert budget.shared == 2 * MIN_MEMORY
     worker.make_room(8 * MIB)
     asked = worker.ask_for_staging_buffer(12 * MIB)
     assert taken(bounded) == []
     assert worker.receive() is None
     assert asked.staging_buffer is not None
-    assert budget.shared == 2 * LEAST_MEMORY + (16 + 12) * MIB
+    assert budget.shared == 2 * MIN_MEMORY + (16 + 12) * MIB
     assert worker.send([b"head", b"body", b"x" * MIB])
     assert taken(bounded)[0][1][2] == b"x" * MIB
-    assert budget.shared == LEAST_MEMORY + (16 + 12) * MIB  # the first memory for requests is not used again
+    assert budget.shared == MIN_MEMORY + (16 + 12) * MIB  # the first memory for requests is not used again
     worker.ask_for_staging_buffer(5 * MIB)
     assert taken(bounded) == []
-    assert budget.shared == LEAST_MEMORY + (16 + 5) * MIB
+    assert budget.shared == MIN_MEMORY + (16 + 5) * MIB
     assert bounded.channels[OWN].make_room(3 * MIB)
     assert budget.shared == (6 + 16 + 5) * MIB
     assert budget.used == 0
@@ -674,7 +674,7 @@ def test_memory_counts_until_the_last_frame_of_it_was_read(bounded: Listener, bu
     bounded.receive(lambda _peer, frames: kept.extend(frames))
     worker.close()
     assert taken(bounded) == []
-    assert budget.shared == LEAST_MEMORY
+    assert budget.shared == MIN_MEMORY
     assert bytes(kept[2]) == b"x" * MIB
     kept.clear()
     assert budget.shared == 0
@@ -689,7 +689,7 @@ def test_what_a_server_may_not_use_is_not_made_and_the_worker_goes_on_without(
     worker.make_room(32 * MIB)
     assert taken(bounded) == []
     assert worker.receive() is None
-    assert (asked.staging_buffer, worker.is_tight, made, budget.shared) == (None, True, [], 2 * LEAST_MEMORY)
+    assert (asked.staging_buffer, worker.is_tight, made, budget.shared) == (None, True, [], 2 * MIN_MEMORY)
     assert worker.send([b"head", b"body", b"x" * MIB])
     assert not bounded.channels[OWN].make_room(32 * MIB)
     assert bounded.channels[OWN].send([b"answer"])
@@ -729,7 +729,7 @@ def test_tables_are_not_refused_for_shared_memory_and_the_largest_channels_make_
     budget.claim(50 * MIB, "a table")
     bounded.reap_and_flush(0.0)
     assert list(bounded.channels) == [b"small"]
-    assert budget.shared == 2 * LEAST_MEMORY
+    assert budget.shared == 2 * MIN_MEMORY
     with pytest.raises(ConnectionError):
         large.receive()
     with pytest.raises(ConfigurationError):

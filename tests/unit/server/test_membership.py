@@ -22,7 +22,7 @@ from kvstore_server.errors import (
     WorkerLostError,
     describe,
 )
-from kvstore_server.processes import LAST_WORDS, ProcessState
+from kvstore_server.processes import FINAL_MESSAGE_TIME, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.messages import Gather, Hello
 
@@ -344,7 +344,7 @@ def test_a_process_that_has_ended_is_told_to_those_who_wait_for_it_once_its_last
     [failed] = server.goes_on(DEAD_AFTER)
     assert failed.code == "WorkerLostError"
     assert f"the process of rank 1 (h1:11) {KILLED}" in failed.text
-    assert LAST_WORDS <= server.now <= LAST_WORDS + 0.21
+    assert FINAL_MESSAGE_TIME <= server.now <= FINAL_MESSAGE_TIME + 0.21
 
 
 def test_a_death_in_a_namespace_that_is_looked_at_rarely_is_told_as_soon() -> None:
@@ -354,7 +354,7 @@ def test_a_death_in_a_namespace_that_is_looked_at_rarely_is_told_as_soon() -> No
     server.seen.states[server.keys[1]] = ProcessState.ENDED
     [failed] = server.goes_on(PATIENCE)
     assert failed.code == "WorkerLostError"
-    assert server.now <= LAST_WORDS + 0.31
+    assert server.now <= FINAL_MESSAGE_TIME + 0.31
 
 
 def test_what_ended_it_may_become_known_later_than_that_it_has_ended() -> None:

@@ -146,7 +146,7 @@ def test_a_server_that_is_killed_while_it_restarts_begins_that_again(
 def test_a_server_that_is_killed_while_its_log_is_replaced_loses_nothing(
     name: str, point: str, nth: int, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durability, "_LEAST", 1)
+    monkeypatch.setattr(durability, "_MIN_LOG", 1)
     monkeypatch.setattr(durability, "_GROWTH", 1)
     with crash_at((point, nth)):
         job = Job(CASES[name], store)
@@ -161,7 +161,7 @@ def test_a_server_that_is_killed_while_its_log_is_replaced_loses_nothing(
 def test_a_server_that_is_killed_again_and_again_ends_like_one_that_was_not(
     name: str, seed: int, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durability, "_LEAST", 1)
+    monkeypatch.setattr(durability, "_MIN_LOG", 1)
     monkeypatch.setattr(durability, "_GROWTH", 1 + seed % 3)
     rng = random.Random(seed)
     points = [(rng.choice(SERVER_POINTS), rng.randrange(1, 12)) for _ in range(8)]

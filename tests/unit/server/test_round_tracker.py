@@ -15,12 +15,12 @@ from kvstore_server.engine.rounds import (
     SYNCHRONOUS,
     CommitStatus,
     DelayedRequest,
+    DelayedRequests,
     Mode,
     NamespaceRounds,
     RoundTracker,
     Slots,
     Waiter,
-    Waits,
 )
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, RoundAbortedError
 from kvstore_server.memo import BoundedCache
@@ -200,7 +200,7 @@ def wait(rank: int, deadline: float = 60.0, *, number: int = 1, is_join: bool = 
 
 
 def test_a_rank_that_contributes_no_longer_waits_for_the_others_to_join() -> None:
-    waits = Waits(lanes_at(3, 1))
+    waits = DelayedRequests(lanes_at(3, 1))
     waits.add(wait(1, is_join=True))
     waits.contributed(W, 1, now=0.0)
     assert not waits.all

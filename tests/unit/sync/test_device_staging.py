@@ -12,7 +12,7 @@ import torch
 
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.transport.arena import SharedArena, make_memory
-from kvtrainer.sync.staging import DeviceSink, Staging
+from kvtrainer.sync.device_staging import DeviceSink, Staging
 from tests.support.device_streams import CURRENT, SCHEDULES, SIDE, Streams
 
 LONG = 1 << 20
