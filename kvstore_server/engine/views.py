@@ -6,7 +6,8 @@ there a new view is made. Workers carry it to the other servers with their commi
 
 - A rank joins at the end of an applied round: it is a member from the next one on.
 - A rank that leaves, or is lost for good, is no member of the open round any more, unless it has committed that round
-  already; then it counts once more. The others, if they have committed, are told to commit again with the new view.
+  already; then it counts once more. The others, if they have committed, are told to commit again with the new view:
+  what was committed under the former one is forgotten, so no rank of which this is all that is left stays in it.
 - A round is complete when all members of one view have committed it under the number of that view.
 
 View numbers only grow. A server that meets a higher number adopts that view and forgets commits under lower ones; it
@@ -75,12 +76,15 @@ class Views:
         return len(self.current.ranks) - len(self.leaving) > self.min_workers
 
     def remove(self, committed: Collection[int]) -> list[int]:
-        """Make a view without the leaving ranks, except those that have committed the open round; return who is gone.
+        """Make a view without the ranks that leave, unless all of these have committed the open round; return who is
+        gone. As many ranks stay as must be left.
 
-        As many ranks stay as must be left.
+        With a new view commits are forgotten, and a rank that is gone cannot commit again.
         """
-        removable = [rank for rank in self.current.ranks if rank in self.leaving and rank not in committed]
-        gone = removable[: len(self.current.ranks) - self.min_workers]
+        if self.leaving.issubset(committed):
+            return []
+        leaving = [rank for rank in self.current.ranks if rank in self.leaving]
+        gone = leaving[: len(self.current.ranks) - self.min_workers]
         if gone:
             self._replace(set(self.current.ranks).difference(gone))
         return gone

@@ -30,11 +30,20 @@ def test_another_server_makes_no_view() -> None:
 
 def test_a_rank_that_leaves_is_gone_at_once_unless_it_has_committed() -> None:
     views = views_of()
-    views.leaving |= {0, 2}
+    views.leaving.add(0)
     assert views.remove(committed=[2]) == [0]
     assert views.current == View(1, (1, 2))
+    views.leaving.add(2)
+    assert views.remove(committed=[1, 2]) == []
     assert views.end_round(4, True) == [2]
     assert views.current == View(2, (1,))
+
+
+def test_a_rank_that_has_committed_goes_with_another_one_because_its_commit_is_forgotten() -> None:
+    views = views_of()
+    views.leaving |= {0, 2}
+    assert views.remove(committed=[2]) == [0, 2]
+    assert views.current == View(1, (1,))
 
 
 def test_as_many_ranks_stay_as_must_be_left() -> None:
