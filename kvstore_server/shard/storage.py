@@ -495,12 +495,12 @@ class Storage:
             return
         block, lines = self.slots[first].block, slice(self.lines[first].start, self.lines[end - 1].stop)
         written = [] if block.counters is None else [torch.from_numpy(row[lines]) for row in block.counters]
-        self.note_protected(first, end)
         if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
             self.journal.protect([*self.padded[first:end], *written])
         else:
             weights = block.weights[self.slots[first].start : self.ends[end - 1]]
             self.journal.protect([weights, *written])
+        self.note_protected(first, end)
 
     def note_protected(self, first: int, end: int) -> None:
         assert self.journal is not None
