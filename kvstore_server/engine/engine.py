@@ -563,7 +563,7 @@ class Engine:
             elif status == CommitStatus.REFUSED and flags & m.REPEATS and rank not in tracker.members:
                 # A rank that becomes a member with the next round asks how this one ends.
                 commit, deadline = Committed(number, round_, version, flags), now + body.timeout
-                answer = partial(_answer_commits, space, whose, rank, waiter, [commit], None)
+                answer = partial(_answer_ended, space, tracker, whose, rank, waiter, commit)
                 wait = DelayedRequest(number, rank, waiter, deadline, body.timeout, False, answer, round_)
                 wait.opens = round_ + 1
                 out += _delay_request(space, wait, now)
@@ -572,8 +572,7 @@ class Engine:
                     waiter, m.Missing(number, round_, tracker.missing_slots(rank, number, count))
                 )
             elif status == CommitStatus.FAILED:
-                why, following = tracker.why_failed(number, round_), tracker.number(number)
-                out.append(_make_failed(waiter, why, number, round_, following))
+                out.append(_answer_failed(tracker, waiter, number, round_))
             elif status == CommitStatus.AHEAD:
                 what = f"rank {rank} committed round {round_} while round {tracker.number(number)} is open"
                 out.append(_make_failed(waiter, ProtocolError(what), number, round_))
@@ -1399,6 +1398,19 @@ def _list_answers(
             own = found.setdefault(waiter, Answer(rank, waiter, None, [], info.timeout))
             own.commits.append(Committed(*row))
     return list(found.values())
+
+
+def _answer_failed(tracker: RoundTracker, waiter: Waiter, number: int, round_: int) -> m.Outgoing:
+    return _make_failed(waiter, tracker.why_failed(number, round_), number, round_, tracker.number(number))
+
+
+def _answer_ended(
+    space: Namespace, tracker: RoundTracker, whose: int, rank: int, waiter: Waiter, commit: Committed
+) -> list[m.Outgoing]:
+    """Answer a commit of a round that has ended since it came."""
+    if tracker.was_applied(commit.table, commit.round):
+        return _answer_commits(space, whose, rank, waiter, [commit], None)
+    return [_answer_failed(tracker, waiter, commit.table, commit.round)]
 
 
 def _answer_commits(

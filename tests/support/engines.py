@@ -78,7 +78,8 @@ class EngineJob:
 
     `replies` has all answers so far, by rank and number of the request.
 
-    Without `first` the ranks have registered the table, and nobody has given it values.
+    Without `first` the ranks have registered the table, and nobody has given it values. `more` are further fields of
+    every Hello.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class EngineJob:
         first: bool = True,
         shape: tuple[int, ...] = (4, 2),
         leases: Leases | None = None,
+        **more: Any,
     ) -> None:
         self.engine = Engine(EngineConfig(dead_after=DEAD_AFTER), leases)
         self.shape = shape
@@ -99,7 +101,7 @@ class EngineJob:
         self.replies: dict[tuple[int, int], list[m.ReplyBody]] = {}
         self._numbers = itertools.count(1)
         for rank in range(workers):
-            self.hello(rank)
+            self.hello(rank, **more)
         for rank in range(workers if first else 0):
             self.commit(rank, 0, 0.0 if rank == 0 else None)
         [self._pulled] = self.pull(0)
