@@ -36,7 +36,7 @@ STALENESS = "KVSTORE_STALENESS"
 """Environment variable with the default of `staleness`."""
 DEFAULT_STALENESS = 1
 VAN_TYPE, WATER_MARK = "DMLC_PS_VAN_TYPE", "DMLC_PS_WATER_MARK"
-"""MXNet's variables. "p3" sends urgent messages first; the water mark (ZeroMQ's) limits the messages queued for a server."""
+"""MXNet's variables. "p3" sends urgent messages first; ZeroMQ's water mark limits the messages queued for a server."""
 DEFAULT_WATER_MARK = 10
 
 # Numbers the stores of this process. The n-th store of each worker shares a namespace with the others' n-th.
