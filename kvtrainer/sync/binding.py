@@ -60,6 +60,7 @@ from kvtrainer.sync.exchange import (
 from kvtrainer.sync.rank_exchange import GroupExchange
 from kvtrainer.sync.select import Selection, group_too_late
 from kvtrainer.sync.step_guard import StepGuard
+from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
 
@@ -350,12 +351,8 @@ class Binding:
                 "before the first step"
             )
         joined = records.last is not None and records.last[:2] == (JOINED, takeover.first)
-        target, guard = weights, resumes.guard if exchange.is_sync else None
-        if not exchange.updates_weights:
-            guard = None
-            # The first values and assigned ones are weights, other rounds leave sums.
-            is_sum = takeover.first > 0 and (records.last is None or records.last.kind != ASSIGNED)
-            target = layout.arena.grads if is_sum else weights
+        guard = resumes.guard if exchange.is_sync and exchange.updates_weights else None
+        target = self._target_of(layout, takeover.first, records)
         outcome = exchange.resume(target, guard, joined)
         if exchange.takeover is None:
             exchange.init(weights, layout.tables.first())
@@ -363,7 +360,18 @@ class Binding:
         if exchange.takeover != takeover:  # a server had lost the last commit
             takeover = exchange.takeover
             records = find_records(takeover)
+            if (other := self._target_of(layout, takeover.first, records)) is not target:
+                for dtype, flat in other.items():
+                    flat.copy_(target[dtype])
         self.resumed = ResumedRounds(takeover.first, records, outcome)
+
+    def _target_of(self, layout: Memory, round_: int, records: Records) -> Arenas:
+        """Return where what a round has left on the servers belongs.
+
+        If workers update, that is a sum of gradients, but the first values and assigned ones are weights.
+        """
+        is_sum = round_ > 0 and (records.last is None or records.last.kind != ASSIGNED)
+        return layout.arena.grads if is_sum and not self.updates_weights else layout.arena.weights
 
     def _let_residuals_survive(self) -> None:
         """Store residuals of compression where another process finds them, or go on with what is there."""

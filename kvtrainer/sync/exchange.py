@@ -474,7 +474,9 @@ class StoreExchange(Exchange):
         """Read what an `assign` has left in which an earlier process of this rank took part."""
         self._forget_read()
         mine = self._copy_to_host(weights)
-        self._client.rounds.pull([self._table], [self.sink.outs(weights)])
+        # If the next round is to be repeated, some servers may have applied it already.
+        repeated = self._table.round if self._table.is_repeated else -1
+        self._client.rounds.pull([self._table], [self.sink.outs(weights)], repeated)
         self._check_mapped(mine)
         self.sink.attach()
         self.sink.deliver(weights, self.sink.outs(weights))

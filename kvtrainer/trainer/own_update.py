@@ -1,13 +1,15 @@
 """How a worker that updates its weights itself (`update_on_kvstore=False`) resumes after a restart.
 
 Servers have the sum of a round, and the worker has weights and the optimizer's state. Before each round the worker
-stores all of that where it outlives the process (`SurvivingMemory`), marked with the number of the round. If the round
-counts, the successor takes the sum from the servers and repeats the update here; otherwise it repeats the round.
+stores all of that where it outlives the process (`SurvivingMemory`), marked with the number of the round. The successor
+takes what its predecessor had before the last round that counts, and the sum of that round from the servers, and
+repeats the update here. What a script writes to weights afterwards, it writes again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +17,18 @@ from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvtrainer.errors import WorkerLostError
 from kvtrainer.states.format import SavedStates, pack, unpack
 from kvtrainer.states.surviving_memory import Versions
-from kvtrainer.sync.binding import ResumedRounds
-from kvtrainer.sync.client_state import ASSIGNED
+from kvtrainer.sync.client_state import ASSIGNED, ClientRecord
 from kvtrainer.trainer.saving import export_trainer_states
 from kvtrainer.trainer.step import StepPipeline
 
 _WEIGHTS, _STATES = "weights ", "states "
+
+
+class EndedRound(NamedTuple):
+    """What a round did."""
+
+    updated: Sequence[bool] | None
+    """Which keys it has updated; None if it was skipped."""
 
 
 def store_update(pipeline: StepPipeline) -> None:
@@ -35,19 +43,22 @@ def store_update(pipeline: StepPipeline) -> None:
 
 
 def repeat_update(
-    pipeline: StepPipeline, resumed: ResumedRounds, adopt: Callable[[SavedStates], None]
+    pipeline: StepPipeline,
+    last: ClientRecord,
+    ended: EndedRound | None,
+    adopt: Callable[[SavedStates], None],
 ) -> None:
     """Take what the earlier process has stored, and repeat the update of its last round, whose sum is here.
 
-    If that was a round of assigned weights, these are here already.
+    If that was a round of assigned weights, these are here already, and what the former process had changed in options
+    since the last step is not taken away; the caller does that.
 
     Raises:
         WorkerLostError: It is not there any more.
     """
-    holder, records = pipeline.binding.holder, resumed.records
+    holder, assigned = pipeline.binding.holder, last.kind == ASSIGNED
     assert holder is not None
-    was_applied = resumed.outcome is not None
-    wanted = holder.round - was_applied
+    wanted = holder.round - 1
     found = _section(pipeline).find(wanted)
     if found is None or found.mark != wanted:
         raise WorkerLostError(
@@ -55,23 +66,19 @@ def repeat_update(
             "there any more. Restart the job from its last saved states"
         )
     # 1. All that the earlier process had before the round.
-    assigned = was_applied and records.last is not None and records.last.kind == ASSIGNED
     states = {
         name.removeprefix(_STATES): value for name, value in found.tensors.items() if name.startswith(_STATES)
     }
-    adopt(unpack(states, unpack_control(found.extra)))
+    if last.own["options"][1] is not None:  # there was a step
+        adopt(unpack(states, unpack_control(found.extra)))
     with torch.no_grad():
         for dtype, flat in pipeline.memory.arena.weights.items() if not assigned else ():
             flat.copy_(found.tensors[_WEIGHTS + dtype])
     pipeline.memory.arena.mark_updated(None)
-    # 2. The update of the round, if it counts.
-    if was_applied and not assigned:
-        outcome, names = resumed.outcome, pipeline.memory.names
-        assert outcome is not None
-        updated: list[bool] | None = [i not in outcome.left_out for i in range(len(names))]
-        if outcome.skipped:
-            updated = None
-        elif updated is not None:
+    # 2. The update of the round.
+    if ended is not None and not assigned:
+        updated = ended.updated
+        if updated is not None:
             scaler = pipeline.loss_scaler
             kept = pipeline.kept_scale(1.0 if scaler is None else scaler.factor)
             if pipeline.update_here(updated, 1.0 / kept).decision.skip:

@@ -5,15 +5,18 @@ options of the groups, update counts, the loss scale and schedules as they were 
 gave. The process that takes the rank over waits until the last round that its predecessor committed has ended, takes
 its weights, and repeats here what that round did to counts, loss scale and schedules.
 
-If the predecessor died between its commits to several servers, the process gets the weights and counts from before
-that round, and its script repeats the step.
+If the predecessor died between its commits to several servers, its script repeats that step with all that it does
+before it. So the process takes the weights from before that round, and the record of the round before that; how that
+one ended is in the record of the round to be repeated.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvtrainer.common.env import WORKER_MEMORY, text_of
 from kvtrainer.errors import ConfigurationError
@@ -24,7 +27,7 @@ from kvtrainer.states.surviving_memory import SurvivingMemory
 from kvtrainer.sync.binding import ResumedRounds
 from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord, unpack_user_state
 from kvtrainer.trainer.groups import kept_entries, plain_number
-from kvtrainer.trainer.own_update import repeat_update, store_update
+from kvtrainer.trainer.own_update import EndedRound, repeat_update, store_update
 from kvtrainer.trainer.saving import adopt_parts, export_parts
 from kvtrainer.trainer.step import StepPipeline
 
@@ -47,15 +50,22 @@ def describe_state(pipeline: StepPipeline, kind: str, user: bytes) -> bytes:
     assert holder is not None
     if not pipeline.binding.updates_weights:
         store_update(pipeline)
-    num_update, behind = pipeline.groups.counts.export()
-    own = {
-        "parts": export_parts(pipeline),
-        "groups": [
+    # 1. Options and counts with which a step begins. Before `set_data` they are those of the step before it: a script
+    # that repeats it repeats also what it has changed before.
+    ended, updated = pipeline.last_ended
+    if kind != ASSIGNED:
+        num_update, behind = pipeline.groups.counts.export()
+        groups = [
             {name: plain_number(value) for name, value in kept_entries(group, optimizer).items()}
             for group in pipeline.groups.live
-        ],
-        "num_update": num_update,
-        "behind": behind,
+        ]
+        counts = {"num_update": num_update, "behind": behind}
+        options = {"parts": export_parts(pipeline), "groups": groups, **counts}
+        pipeline.last_described = holder.round, options
+    # 2. How the step before it has ended, and what else a successor needs.
+    own = {
+        "options": list(pipeline.last_described),
+        "ended": [ended, _pack_keys(updated)],
         "assigned": 0 if kind == STEP else pipeline.num_assigned + (kind == ASSIGNED),
     }
     if pipeline.binding.survivors is not None:
@@ -75,24 +85,21 @@ def resume(pipeline: StepPipeline, adopt: Callable[[SavedStates], None]) -> Resu
     resumed = pipeline.binding.resumed
     if resumed is None:
         return Resumption(0, None)
-    records = resumed.records
-    # 1. What the rank was before its last round; before the round to be repeated, if there is one.
-    last = records.last
-    before = records.repeated or last
-    updates_here = not pipeline.binding.updates_weights
-    if updates_here and last is not None:
-        repeat_update(pipeline, resumed, adopt)
-    elif before is not None:
-        _adopt(pipeline, before)
-    if last is not None and isinstance(store := pipeline.binding.store, DistKVStore):
-        # The script repeats the barriers that stand before the step to be repeated.
-        resume_collectives(store, Collectives(*last.own["collectives"]))
-    # 2. What that round did to counts, loss scale and schedules.
-    if records.repeated is None and last is not None and last.kind != ASSIGNED and not updates_here:
-        _conclude(pipeline, last, resumed)
+    last = resumed.records.last
     if last is None:
         return Resumption(0, None)
-    # 3. The script begins with what stands before its next step, also with `set_data` that counts already.
+    # 1. What the rank was before its last round, and what that did to counts, loss scale and schedules.
+    ended, (round_, options) = _find_end(pipeline, last, resumed), last.own["options"]
+    pipeline.last_described = round_, options
+    if not pipeline.binding.updates_weights:
+        repeat_update(pipeline, last, ended, adopt)
+    if options is not None and (pipeline.binding.updates_weights or last.kind == ASSIGNED):
+        _adopt(pipeline, options)
+        if ended is not None:
+            pipeline.conclude(ended.updated)
+    # 2. The script begins with what stands before its next step, also with barriers and `set_data` that count already.
+    if isinstance(store := pipeline.binding.store, DistKVStore):
+        resume_collectives(store, Collectives(*last.own["collectives"]))
     pipeline.num_assigned = pipeline.num_assigns_known = last.own["assigned"]
     pipeline.num_steps = last.steps
     return Resumption(last.steps, unpack_user_state(last.user))
@@ -146,23 +153,39 @@ def _check_resumable(pipeline: StepPipeline) -> bool:
     return keeps_back or updates_here
 
 
-def _adopt(pipeline: StepPipeline, record: ClientRecord) -> None:
-    own = record.own
-    for group, options in zip(pipeline.groups.live, own["groups"], strict=True):
+def _adopt(pipeline: StepPipeline, described: Mapping[str, Any]) -> None:
+    for group, options in zip(pipeline.groups.live, described["groups"], strict=True):
         group.update({n: tuple(value) if isinstance(value, list) else value for n, value in options.items()})
-    pipeline.groups.counts.adopt(own["num_update"], own["behind"])
-    adopt_parts(own["parts"], pipeline)
+    pipeline.groups.counts.adopt(described["num_update"], described["behind"])
+    adopt_parts(described["parts"], pipeline)
 
 
-def _conclude(pipeline: StepPipeline, last: ClientRecord, resumed: ResumedRounds) -> None:
-    outcome = resumed.outcome
-    if outcome is None and pipeline.binding.exchange is not None and pipeline.binding.exchange.is_sync:
-        return  # all workers had joined: that changed nothing
-    updated: list[bool] | None = [True] * len(pipeline.memory.names)
+def _find_end(pipeline: StepPipeline, last: ClientRecord, resumed: ResumedRounds) -> EndedRound | None:
+    """Return how the last step of the rank has ended; None if there was none, or it changed nothing."""
+    count, outcome, repeated = len(pipeline.memory.names), resumed.outcome, resumed.records.repeated
+    exchange = pipeline.binding.exchange
+    # 1. The process itself has told it with a later round.
+    later = last if last.kind == ASSIGNED else repeated
+    if later is not None:
+        round_, updated = later.own["ended"]
+        return EndedRound(_unpack_keys(updated, count)) if round_ == last.own["options"][0] else None
+    # 2. The servers tell it.
     if outcome is not None:
-        updated = (
-            None
-            if outcome.skipped
-            else [i not in outcome.left_out for i in range(len(pipeline.memory.names))]
-        )
-    pipeline.conclude(updated)
+        return EndedRound(None if outcome.skipped else [at not in outcome.left_out for at in range(count)])
+    if exchange is not None and exchange.is_sync:
+        return None  # all workers had joined
+    return EndedRound([True] * count)
+
+
+def _pack_keys(updated: Sequence[bool] | None) -> bytes | None:
+    """Pack which keys were updated, as bits; empty for all of them."""
+    if updated is None:
+        return None
+    return b"" if all(updated) else np.packbits(np.asarray(updated, np.bool_)).tobytes()
+
+
+def _unpack_keys(packed: bytes | None, count: int) -> Sequence[bool] | None:
+    if packed is None:
+        return None
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=count) if packed else np.ones(count)
+    return list(map(bool, bits))

@@ -77,6 +77,10 @@ class StepPipeline:
         self.last: StepResult | None = None
         self.num_steps = 0
         """How many steps with a round this rank has made, in earlier processes, too."""
+        self.last_described: tuple[int, dict[str, Any] | None] = (-1, None)
+        """The round of the last step that was described to a successor, and options, counts and schedules before it."""
+        self.last_ended: tuple[int, Sequence[bool] | None] = (-1, None)
+        """The round of the last of these steps that has ended, and which keys it has updated; None: it was skipped."""
         self.num_assigned = 0
         """How often weights were published since the last step, by earlier processes, too."""
         self.num_assigns_known = 0
@@ -789,6 +793,7 @@ class StepPipeline:
 
         Schedules are user code: an error of one reaches the loop, and all else of the step is done.
         """
+        self.last_ended = self.last_described[0], updated
         with self.binding.guard.ended_by_errors():
             if updated is not None:
                 self.groups.counts.count(updated)

@@ -21,6 +21,7 @@ from kvtrainer.utils import get_random_state, set_random_state
 from tests.support.jobs import Job, Results, error_of, run_job
 
 STEPS, WORKERS, SERVERS = 9, 3, 2
+Loop = Callable[..., Results]
 POINTS = [
     "worker.connect.open",
     "worker.register.end",
@@ -86,24 +87,31 @@ def training(
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
     known: dict[str, Job] = {}
 
-    def run(optimizer: str, options: Mapping[str, Any]) -> Job:
-        name = f"{optimizer} {options}"
+    def run(optimizer: str, options: Mapping[str, Any], loop: Loop = training, workers: int = WORKERS) -> Job:
+        name = f"{loop.__name__} {optimizer} {options}"
         if name not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            known[name] = run_job(training, folder, WORKERS, SERVERS, optimizer, options, restarts=1)
+            known[name] = run_job(loop, folder, workers, SERVERS, optimizer, options, restarts=1)
         return known[name]
 
     return run
 
 
-def disturbed(folder: Path, points: str, optimizer: str, options: Mapping[str, Any], **environ: str) -> Job:
+def disturbed(
+    folder: Path,
+    points: str,
+    optimizer: str,
+    options: Mapping[str, Any],
+    loop: Loop = training,
+    workers: int = WORKERS,
+    **environ: str,
+) -> Job:
     fired = folder / "fired"
     fired.mkdir()
     more = {FAILPOINT: points, FAILPOINT_DIR: str(fired), **environ}
-    job = run_job(
-        training, folder, WORKERS, SERVERS, optimizer, options, restarts=points.count(",") + 1, environ=more
-    )
-    assert len(list(fired.iterdir())) == points.count(",") + 1
+    count = points.count(",") + 1
+    job = run_job(loop, folder, workers, SERVERS, optimizer, options, restarts=count, environ=more)
+    assert len(list(fired.iterdir())) == count
     return job
 
 
@@ -189,9 +197,82 @@ def test_a_step_whose_commit_reached_one_of_two_servers_is_repeated_from_the_wei
     optimizer: str, transport: str, tmp_path: Path, undisturbed: Callable[..., Job]
 ) -> None:
     environ = {"KVSTORE_TRANSPORT": transport, "KVSTORE_DURABILITY": "process"}
-    job = disturbed(tmp_path, "worker.round.next_commit@1:4", optimizer, {}, **environ)
+    job = disturbed(tmp_path, "worker.round.next_commit@1:5", optimizer, {}, **environ)
     assert job["digest"] == undisturbed(optimizer, {})["digest"]
     assert job["restarts"] == [0, 1, 0]
+
+
+def changing(rank: int, workers: int, optimizer: str, options: Mapping[str, Any]) -> Results:
+    """A loop that changes options and schedules before some steps, and weights: in place, or for all by `set_data`."""
+    net = model()
+    by_epoch = [{"policy": "step", "step": [1, 2], "by_epoch": True}]
+    with kvtrainer.Trainer(
+        net.named_parameters(), optimizer, {"learning_rate": 0.01}, "dist_sync", schedules=by_epoch, **options
+    ) as trainer:
+        start = trainer.resume()
+        resumed = trainer._pipeline.binding.resumed
+        for step in range(start.round, 6):
+            if step % 2 == 1:
+                trainer.end_epoch()
+                trainer.param_groups[0]["weight_decay"] += 0.01
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter.mul_(0.5)
+                if step == 3 or not options:
+                    trainer.set_data()
+                elif step == 5:
+                    net[0].bias.data += 1.0
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+            net(x).square().mean().backward()
+            trainer.step(4 * workers)
+        group = trainer.param_groups[0]
+        return {
+            "digest": digest(net, trainer),
+            "options": [group["lr"], group["weight_decay"]],
+            "repeated": resumed is not None and resumed.records.repeated is not None,
+        }
+
+
+HERE = {"update_on_kvstore": False}
+BEFORE = [(HERE, 5), (HERE, 3), ({}, 3)]
+"""Where the job dies in `make test`: weights were written in place; or published, too."""
+MORE = [
+    (options, step)
+    for options in ({}, HERE, {**HERE, "clip_grad": {"max_norm": 0.1}})
+    for step in (1, 2, 3, 5)
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    BEFORE + [pytest.param(*one, marks=pytest.mark.chaos) for one in MORE if one not in BEFORE],
+)
+def test_what_stands_before_a_repeated_step_counts_once(
+    options: Mapping[str, Any], step: int, tmp_path: Path, undisturbed: Callable[..., Job]
+) -> None:
+    # Of each round there are two commits.
+    point = f"worker.round.next_commit@1:{2 * rounds_before(step, options) + 1}"
+    job = disturbed(tmp_path, point, "adam", options, changing, 2, KVSTORE_DURABILITY="process")
+    assert job["repeated"] == [False, True]
+    assert_changes_alike(job, undisturbed("adam", options, changing, 2))
+
+
+@pytest.mark.parametrize("options", [{}, HERE])
+def test_what_stands_before_weights_that_count_and_a_step_that_does_not_counts_once(
+    options: Mapping[str, Any], tmp_path: Path, undisturbed: Callable[..., Job]
+) -> None:
+    point = f"worker.round.begin@1:{rounds_before(3, options) + 1}"
+    job = disturbed(tmp_path, point, "adam", options, changing, 2)
+    assert_changes_alike(job, undisturbed("adam", options, changing, 2))
+
+
+def rounds_before(step: int, options: Mapping[str, Any]) -> int:
+    """How many rounds `changing` makes before that of a step: the first values, steps, and published weights."""
+    return 1 + step + sum(before % 2 == 1 for before in range(step + 1) if before == 3 or not options)
+
+
+def assert_changes_alike(job: Job, expected: Job) -> None:
+    assert (job["digest"], job["options"]) == (expected["digest"], expected["options"])
 
 
 @pytest.mark.parametrize("point", ["server.journal.copied@1:9", "server.commit.logged@0:12"])
