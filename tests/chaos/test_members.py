@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvstore_server.failpoints import FAILPOINT, FAILPOINT_DIR
 from kvtrainer.kvstore import DistKVStore
-from tests.support.jobs import FOLDER, Results, run_job
+from tests.support.jobs import FOLDER, Results, run_with_deaths
 from tests.support.processes import eventually
 
 SCHEDULE = [(0, 1), (0, 1), (0, 1, 2), (0, 1, 2), (0, 2), (0, 2)]
@@ -78,11 +77,7 @@ def training(rank: int, workers: int) -> Results:
 
 
 def check(points: str, folder: Path, **environ: str) -> None:
-    fired = folder / "fired"
-    fired.mkdir()
-    more = {FAILPOINT: points, FAILPOINT_DIR: str(fired), **environ}
-    job = run_job(training, folder, 3, SERVERS, restarts=2, environ=more)
-    assert len(list(fired.iterdir())) == points.count(",") + 1
+    job = run_with_deaths(training, folder, points, 3, SERVERS, environ=environ)
     for rank in (0, 2):
         assert torch.equal(job["weights"][rank], plain_loop())
 

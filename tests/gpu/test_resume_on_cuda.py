@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore_server.failpoints import FAILPOINT, FAILPOINT_DIR
 from tests.integration import test_resume as cases
-from tests.support.jobs import Results, run_job
+from tests.support.jobs import Results, run_job, run_with_deaths
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,11 +27,9 @@ def test_a_worker_on_a_device_comes_back_and_the_run_ends_with_the_same_bits(
     point: str, tmp_path: Path
 ) -> None:
     environ = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    folders = [tmp_path / name for name in ("undisturbed", "disturbed", "fired")]
-    for folder in folders:
-        folder.mkdir()
-    undisturbed = run_job(training, folders[0], 2, 2, environ=environ)
-    environ |= {FAILPOINT: f"{point}@1:5", FAILPOINT_DIR: str(folders[2])}
-    job = run_job(training, folders[1], 2, 2, restarts=1, environ=environ)
+    folder = tmp_path / "disturbed"
+    folder.mkdir()
+    undisturbed = run_job(training, tmp_path, 2, 2, environ=environ)
+    job = run_with_deaths(training, folder, f"{point}@1:5", 2, 2, environ=environ)
     assert job["restarts"] == [0, 1]
     assert job["digest"] == undisturbed["digest"]

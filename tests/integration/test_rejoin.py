@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kvtrainer
-from kvstore_server.failpoints import FAILPOINT, FAILPOINT_DIR
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.utils import ResumableBatches, get_random_state, set_random_state
-from tests.support.jobs import Job, Results, run_job
+from tests.support.jobs import Job, Results, run_job, run_with_deaths
 
 WORKERS, EPOCHS, BATCHES = 2, 3, 4
 
@@ -92,13 +91,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Jo
 
 
 def assert_the_same(points: str, folder: Path, expected: Job, publishes: bool = False) -> Job:
-    fired, count = folder / "fired", points.count(",") + 1
-    fired.mkdir()
-    environ = {FAILPOINT: points, FAILPOINT_DIR: str(fired)}
-    job = run_job(
-        training, folder, WORKERS, 2, str(folder / "work"), publishes, restarts=count, environ=environ
-    )
-    assert len(list(fired.iterdir())) == count
+    job = run_with_deaths(training, folder, points, WORKERS, 2, str(folder / "work"), publishes)
     for name in ("values", "optimizer", "random", "lr", "place"):
         assert equal(job[name], expected[name]), name
     return job

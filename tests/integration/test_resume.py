@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvstore_server.failpoints import FAILPOINT, FAILPOINT_DIR
 from kvtrainer.common.env import RESTARTS
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.utils import get_random_state, set_random_state
-from tests.support.jobs import Job, Results, error_of, run_job
+from tests.support.jobs import Job, Results, error_of, run_job, run_with_deaths
 
 STEPS, WORKERS, SERVERS = 9, 3, 2
 Loop = Callable[..., Results]
@@ -106,13 +105,7 @@ def disturbed(
     workers: int = WORKERS,
     **environ: str,
 ) -> Job:
-    fired = folder / "fired"
-    fired.mkdir()
-    more = {FAILPOINT: points, FAILPOINT_DIR: str(fired), **environ}
-    count = points.count(",") + 1
-    job = run_job(loop, folder, workers, SERVERS, optimizer, options, restarts=count, environ=more)
-    assert len(list(fired.iterdir())) == count
-    return job
+    return run_with_deaths(loop, folder, points, workers, SERVERS, optimizer, options, environ=environ)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -344,14 +337,9 @@ def lost_memory(rank: int, workers: int) -> Results:
 
 
 def test_a_successor_on_another_host_is_told_that_what_it_needs_is_not_there(tmp_path: Path) -> None:
-    fired = tmp_path / "fired"
-    fired.mkdir()
-    environ = {
-        FAILPOINT: "worker.round.committed@0:3",
-        FAILPOINT_DIR: str(fired),
-        "KVSTORE_WORKER_MEMORY": str(tmp_path / "memory"),
-    }
-    [told] = run_job(lost_memory, tmp_path, 1, 1, restarts=1, environ=environ).results
+    environ = {"KVSTORE_WORKER_MEMORY": str(tmp_path / "memory")}
+    point = "worker.round.committed@0:3"
+    [told] = run_with_deaths(lost_memory, tmp_path, point, 1, 1, environ=environ).results
     assert told == {"told": "WorkerLostError"}
 
 
@@ -375,11 +363,8 @@ def adding(rank: int, workers: int) -> Results:
 def test_a_successor_is_told_that_it_has_not_the_parameters_that_were_added(
     nth: int, told: str, tmp_path: Path
 ) -> None:
-    fired = tmp_path / "fired"
-    fired.mkdir()
-    environ = {FAILPOINT: f"worker.round.committed@0:{nth}", FAILPOINT_DIR: str(fired)}
-    assert run_job(adding, tmp_path, 1, 1, restarts=1, environ=environ)["told"] == [told]
-    assert len(list(fired.iterdir())) == 1
+    point = f"worker.round.committed@0:{nth}"
+    assert run_with_deaths(adding, tmp_path, point, 1, 1)["told"] == [told]
 
 
 @pytest.mark.parametrize("kvstore", [None, "local", "device"])
@@ -449,19 +434,12 @@ def counting(rank: int, workers: int, kvstore: str, steps: int, size: int) -> Re
 def test_pushes_that_count_one_by_one_count_once_over_a_restart(
     kvstore: str, point: str, tmp_path: Path
 ) -> None:
-    fired = tmp_path / "fired"
-    fired.mkdir()
-    environ = {FAILPOINT: f"worker.round.{point}@1:6", FAILPOINT_DIR: str(fired)}
-    job = run_job(counting, tmp_path, 3, 1, kvstore, 12, 2000, restarts=1, environ=environ)
-    assert len(list(fired.iterdir())) == 1
+    job = run_with_deaths(counting, tmp_path, f"worker.round.{point}@1:6", 3, 1, kvstore, 12, 2000)
     assert job["counts"] == [[36.0]] * 3
 
 
 @pytest.mark.parametrize("point", ["worker.round.next_commit@1:6", "server.update.next_chunk@1:9"])
 def test_every_server_counts_every_push_once_whoever_dies(point: str, tmp_path: Path) -> None:
-    fired = tmp_path / "fired"
-    fired.mkdir()
-    environ = {FAILPOINT: point, FAILPOINT_DIR: str(fired), "KVSTORE_DURABILITY": "process"}
-    job = run_job(counting, tmp_path, 3, 2, "dist_async", 8, 600_000, restarts=1, environ=environ)
-    assert len(list(fired.iterdir())) == 1
+    environ, call = {"KVSTORE_DURABILITY": "process"}, ("dist_async", 8, 600_000)
+    job = run_with_deaths(counting, tmp_path, point, 3, 2, *call, environ=environ)
     assert job["counts"] == [[24.0]] * 3

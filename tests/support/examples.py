@@ -9,8 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from kvstore_server.failpoints import FAILPOINT, FAILPOINT_DIR
-from tests.support.jobs import run_program
+from tests.support.jobs import armed, run_program
 from tests.support.processes import held_port
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +35,9 @@ def run_with_servers(name: str, folder: Path, *options: str, **numbers: float) -
 
 def run_with_deaths(name: str, folder: Path, points: str, *options: str) -> str:
     """As `run_with_servers`, but workers that die at failpoints are started again; all of these must fire."""
-    fired = folder / "fired"
-    fired.mkdir()
-    environ, count = {FAILPOINT: points, FAILPOINT_DIR: str(fired)}, points.count(",") + 1
-    output = run_program(["-c", _program(name, {}), *options], folder, 2, 2, count, environ)
-    assert len(list(fired.iterdir())) == count
-    return output
+    with armed(points, folder) as environ:
+        command, count = ["-c", _program(name, {}), *options], points.count(",") + 1
+        return run_program(command, folder, 2, 2, count, environ)
 
 
 def run_with_ranks(name: str, folder: Path, *options: str) -> str:

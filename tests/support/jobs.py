@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvstore_server.failpoints import FAILPOINT, FAILPOINT_DIR
 from kvtrainer.common.env import WORKER_MEMORY
 from kvtrainer.errors import KVStoreError
 from kvtrainer.jobs.worker_memories import WorkerMemories
@@ -77,6 +78,36 @@ def run_job(
     call = [module, body.__name__, json.dumps(arguments), str(int(in_group))]
     run_program(["-m", "tests.support.jobs", *call], folder, workers, servers, restarts, environ)
     return Job(workers, servers, [torch.load(_file(folder, rank)) for rank in range(workers)])
+
+
+def run_with_deaths(
+    body: Callable[..., Results],
+    folder: Path,
+    points: str,
+    workers: int,
+    servers: int,
+    *arguments: Any,
+    environ: Mapping[str, str] = {},
+) -> Job:
+    """As `run_job`, but workers that die at failpoints are started again; all of the points must be reached."""
+    with armed(points, folder) as more:
+        restarts = points.count(",") + 1
+        return run_job(
+            body, folder, workers, servers, *arguments, restarts=restarts, environ={**more, **environ}
+        )
+
+
+@contextlib.contextmanager
+def armed(points: str, folder: Path) -> Iterator[Mapping[str, str]]:
+    """Give the variables that let processes of a job die at failpoints, each once; afterwards all must have.
+
+    Args:
+        points: As in KVSTORE_FAILPOINT.
+    """
+    fired = folder / "fired"
+    fired.mkdir()
+    yield {FAILPOINT: points, FAILPOINT_DIR: str(fired)}
+    assert len(list(fired.iterdir())) == points.count(",") + 1
 
 
 def run_program(
