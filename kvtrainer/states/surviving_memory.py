@@ -9,7 +9,8 @@ A round moves on in three steps: `write` stores what holds after it, before anyt
 `accept` says that the round counts, `drop` that it changed nothing. A successor that knows which round counts finds
 what holds after it with `find`.
 
-Only one process works with the memory at a time; the kernel's lock ends with it. Not thread-safe.
+Only one process works with the memory at a time. The kernel's lock ends with it and with the children that it has
+forked, for which a successor waits. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import itertools
 import mmap
 import os
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -36,12 +39,15 @@ SECTIONS = 2
 _HEAD = 4096
 _MAGIC = b"kvmemory"
 _ID_BYTES = 16
+_OWNER = 3
+"""Where the process that works with the memory is named in the head, in words of 8 bytes."""
 _SLOTS = 8
 """Where the slots begin in the head, in words of 8 bytes."""
 _MARK, _OFFSET, _CAPACITY, _SUMMARY, _WORDS = range(5)
 """Words of a slot: mark, place and size in the file, length of the summary; and how many there are."""
 _NONE = -1
 _ALIGN = 64
+_LOCK_TIMEOUT, _LOCK_INTERVAL = 10.0, 0.02
 
 
 class Version(NamedTuple):
@@ -51,34 +57,58 @@ class Version(NamedTuple):
 
 
 class SurvivingMemory:
-    """The memory of one worker.
+    """The memory of one worker. Blocks while another process works with it.
+
+    Args:
+        timeout: Seconds to wait for that process, which may be about to end.
 
     Raises:
         ConfigurationError: It cannot be opened, is something else, or another process, or another Trainer of this one,
             works with it.
     """
 
-    def __init__(self, path: str) -> None:
-        try:
+    def __init__(self, path: str, timeout: float = _LOCK_TIMEOUT) -> None:
+        self._path = path
+        with self._naming_errors():
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigurationError(f"cannot open {WORKER_MEMORY}={path!r}: {error.strerror}") from None
         try:
-            self._head = self._open_head(path)
+            with self._naming_errors():
+                self._lock(time.monotonic() + timeout)
+                self._head = self._open_head(path)
         except BaseException:
             os.close(self._fd)
             raise
+        self._map: mmap.mmap | None = None
         self._data: Tensor | None = None
         self.sections = [Versions(self, at) for at in range(SECTIONS)]
 
-    def _open_head(self, path: str) -> mmap.mmap:
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            yield
+        except OSError as error:
             raise ConfigurationError(
-                f"another process, or another Trainer of this one, works with {WORKER_MEMORY}={path!r}; give each "
-                "worker its own, and compress the gradients of one Trainer"
+                f"cannot use {WORKER_MEMORY}={self._path!r}, which has to keep what this worker needs to be continued: "
+                f"{error.strerror}. Name a file of a tmpfs with enough room, such as /dev/shm, and give the host more "
+                "memory if there is none"
             ) from None
+
+    def _lock(self, deadline: float) -> None:
+        """Wait until no other process works with the memory; one that was killed may have left children."""
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                owner = os.pread(self._fd, 8, 8 * _OWNER)
+            if int.from_bytes(owner, "little") == os.getpid() or time.monotonic() >= deadline:
+                raise ConfigurationError(
+                    f"another process, or another Trainer of this one, works with {WORKER_MEMORY}={self._path!r}; give "
+                    "each worker its own, and let only one Trainer of a process have something to keep"
+                )
+            time.sleep(_LOCK_INTERVAL)
+
+    def _open_head(self, path: str) -> mmap.mmap:
         if os.fstat(self._fd).st_size == 0:
             os.posix_fallocate(self._fd, 0, _HEAD)
         head = mmap.mmap(self._fd, _HEAD)
@@ -91,6 +121,7 @@ class SurvivingMemory:
         if is_new:
             self._words[_SLOTS:] = _NONE
             head[: len(_MAGIC)] = _MAGIC
+        self._words[_OWNER] = os.getpid()
         return head
 
     @property
@@ -111,14 +142,29 @@ class SurvivingMemory:
         """Return the bytes of a slot."""
         offset, capacity = slot[_OFFSET : _CAPACITY + 1].tolist()
         if self._data is None or len(self._data) < offset + capacity:
-            self._data = torch.frombuffer(mmap.mmap(self._fd, offset + capacity), dtype=torch.uint8)
+            with self._naming_errors():
+                self._map = mmap.mmap(self._fd, offset + capacity)
+            self._data = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._data[offset : offset + capacity]
 
     def make_room(self, slot: np.ndarray, nbytes: int) -> None:
-        """Give a slot a place of at least so many bytes at the end of the file. Raises OSError without memory."""
-        offset = _aligned(os.fstat(self._fd).st_size)
-        os.posix_fallocate(self._fd, offset, nbytes)
+        """Give a slot a place of at least so many bytes at the end of the file, in whole pages; free its former one.
+
+        Raises ConfigurationError without memory.
+        """
+        former, size = slot[_OFFSET : _CAPACITY + 1].tolist()
+        if size > 0:
+            self.bytes_of(slot)  # maps it
+        offset = _aligned(os.fstat(self._fd).st_size, mmap.PAGESIZE)
+        nbytes = _aligned(nbytes, mmap.PAGESIZE)
+        with self._naming_errors():
+            os.posix_fallocate(self._fd, offset, nbytes)
         slot[_OFFSET], slot[_CAPACITY] = offset, nbytes
+        if size > 0 and self._map is not None:
+            with suppress(
+                OSError
+            ):  # a file system that cannot do it keeps the bytes until the file is removed
+                self._map.madvise(mmap.MADV_REMOVE, former, size)
 
     def close(self) -> None:
         """Let another Trainer or process work with the memory. Idempotent."""
@@ -151,7 +197,7 @@ class Versions:
         self.drop()
 
     def write(self, round_: int, tensors: Mapping[str, Tensor], extra: bytes = b"") -> None:
-        """Store what will hold after a round, beside what holds before it. Raises OSError without memory."""
+        """Store what will hold after a round, beside what holds before it. Raises ConfigurationError without memory."""
         present, next_ = self._slots[self._present], self._slots[1 - self._present]
         next_[_MARK] = _NONE
         if present[_MARK] != _NONE:
@@ -217,5 +263,5 @@ class Versions:
         return Version(int(slot[_MARK]), found, extra)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def _aligned(nbytes: int, to: int = _ALIGN) -> int:
+    return -(-nbytes // to) * to

@@ -665,8 +665,13 @@ class Binding:
                 stack.callback(self.exchange.close)
             if self.holder is not None:
                 stack.callback(self.holder.sink.release)
-            if self.survivors is not None:
-                stack.callback(self.survivors.close)
+            stack.callback(self.close_survivors)
+
+    def close_survivors(self) -> None:
+        """Let another Trainer use the memory that outlives this process. Idempotent."""
+        if self.survivors is not None:
+            self.survivors.close()
+            self.survivors = None
 
     def worker(self) -> tuple[int, int]:
         self._open_store()

@@ -81,12 +81,18 @@ def resume(pipeline: StepPipeline, adopt: Callable[[SavedStates], None]) -> Resu
     pipeline.ready()
     if needs_memory:
         pipeline.binding.survivors = SurvivingMemory(text_of(os.environ, WORKER_MEMORY))
-    pipeline.prepare(resumes=True)
+    try:
+        pipeline.prepare(resumes=True)
+        return _continue(pipeline, adopt)
+    except BaseException:
+        pipeline.binding.close_survivors()
+        raise
+
+
+def _continue(pipeline: StepPipeline, adopt: Callable[[SavedStates], None]) -> Resumption:
     resumed = pipeline.binding.resumed
-    if resumed is None:
-        return Resumption(0, None)
-    last = resumed.records.last
-    if last is None:
+    last = None if resumed is None else resumed.records.last
+    if resumed is None or last is None:
         return Resumption(0, None)
     # 1. What the rank was before its last round, and what that did to counts, loss scale and schedules.
     ended, (round_, options) = _find_end(pipeline, last, resumed), last.own["options"]

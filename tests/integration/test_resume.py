@@ -15,9 +15,11 @@ from torch import Tensor
 
 import kvtrainer
 from kvtrainer.common.env import RESTARTS
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
+from kvtrainer.states.surviving_memory import SurvivingMemory
 from kvtrainer.utils import get_random_state, set_random_state
 from tests.support.jobs import Job, Results, error_of, run_job, run_with_deaths
+from tests.support.processes import held_port
 
 STEPS, WORKERS, SERVERS = 9, 3, 2
 Loop = Callable[..., Results]
@@ -327,6 +329,24 @@ def test_what_could_not_be_repeated_is_refused_although_there_is_memory_for_it(t
     assert told.pop("the next one") == "nothing"
     assert set(told.values()) == {"ConfigurationError"}
     assert len(told) == 5
+
+
+def test_memory_is_free_again_after_a_resume_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {
+        "RANK": "0",
+        "NUM_WORKERS": "1",
+        "SERVERS": f"tcp://127.0.0.1:{held_port()}",
+        "CONNECT_TIMEOUT": "0.2",
+    }
+    for name, value in {**place, "WORKER_MEMORY": str(tmp_path / "memory")}.items():
+        monkeypatch.setenv(f"KVSTORE_{name}", value)
+    trainer = kvtrainer.Trainer(model().parameters(), "sgd", kvstore="dist_sync", update_on_kvstore=False)
+    with pytest.raises(ConnectTimeoutError):
+        trainer.resume()
+    SurvivingMemory(str(tmp_path / "memory"), 0.0).close()
+    trainer.close()
 
 
 def lost_memory(rank: int, workers: int) -> Results:

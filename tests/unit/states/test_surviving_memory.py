@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +103,47 @@ def test_rounds_go_on_for_long_in_the_same_memory_and_a_longer_version_finds_its
     size = path.stat().st_size
     section.write(20, value(20.0, size=9000))
     section.accept()
-    assert size < 4096 + 1024 < 36_000 < path.stat().st_size
+    assert size <= 3 * mmap.PAGESIZE < 36_000 < path.stat().st_size
     found = successor(path, memory).find(21)
     assert found is not None
     assert torch.equal(found.tensors["a"], torch.full((9000,), 20.0))
+
+
+def test_versions_that_have_outgrown_their_places_leave_no_bytes_behind() -> None:
+    fd = os.memfd_create("test")
+    try:
+        memory = SurvivingMemory(f"/proc/self/fd/{fd}")
+        memory.begin()
+        section = memory.sections[0]
+        section.begin(1, value(0.0, size=1000))
+        for round_ in range(1, 40):
+            section.write(round_, value(float(round_), size=1000 * round_))
+            section.accept()
+        latest = 2 * (4 * 1000 * 39 + 4096)
+        assert os.fstat(fd).st_blocks * 512 <= 4096 + latest
+        memory.close()
+        again = SurvivingMemory(f"/proc/self/fd/{fd}")
+        assert numbers(again.sections[0].find(40)) == (40, 39.0)
+        again.sections[0].write(
+            40, value(40.0, size=100_000)
+        )  # a successor frees what it has not mapped itself, too
+        assert os.fstat(fd).st_blocks * 512 <= 4096 + latest // 2 + 4 * 100_000 + 4096
+        again.close()
+    finally:
+        os.close(fd)
+
+
+def test_memory_that_is_full_is_named_with_its_variable_and_keeps_what_held(
+    path: Path, memory: SurvivingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigurationError, match=f"KVSTORE_WORKER_MEMORY={str(path)!r}.*No space left"):
+        memory.sections[0].write(1, value(1.0, size=9000))
+    monkeypatch.undo()
+    assert numbers(successor(path, memory).find(1)) == (1, 0.0)
 
 
 def test_sections_do_not_touch_each_other(path: Path, memory: SurvivingMemory) -> None:
@@ -131,14 +171,41 @@ def test_a_second_trainer_and_another_process_are_refused_until_the_first_one_is
     path: Path, memory: SurvivingMemory
 ) -> None:
     with pytest.raises(ConfigurationError):
-        opened(path)
-    code = f"from kvtrainer.states.surviving_memory import SurvivingMemory; SurvivingMemory({str(path)!r})"
+        opened(path)  # at once, because it is this process
+    code = (
+        f"from kvtrainer.states.surviving_memory import SurvivingMemory; SurvivingMemory({str(path)!r}, 0.1)"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert "ConfigurationError" in ended.stderr
     memory.close()
     opened(path).close()
+
+
+def test_a_successor_waits_for_a_child_that_the_former_process_has_left(path: Path) -> None:
+    """A child that was forked has the lock, too: it ends with the last of them."""
+    code = f"""
+import os, signal, sys
+from kvtrainer.states.surviving_memory import SurvivingMemory
+memory = SurvivingMemory({str(path)!r})
+if os.fork() == 0:
+    sys.stdin.read(1)
+    os._exit(0)
+print("locked", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as former:
+        assert former.stdin is not None
+        assert former.stdout is not None
+        assert former.stdout.readline() == b"locked\n"
+        former.wait()
+        with pytest.raises(ConfigurationError):
+            SurvivingMemory(str(path), 0.0)
+        threading.Timer(0.1, former.stdin.close).start()
+        SurvivingMemory(str(path), LIMIT).close()
 
 
 @pytest.mark.parametrize("content", [b"something else", None])
