@@ -72,7 +72,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
      "process: weights, optimizer state and rounds outlive this process if a supervisor keeps its memory (--supervise, "
      "kvlaunch or systemd), and the next process continues with them; off: they end with it"),
     ("--restart-timeout", "KVSTORE_RESTART_TIMEOUT", ServerOptions.restart_timeout, float,
-     "seconds that workers wait for a restart of a server with --durability process"),
+     "seconds that workers wait for a restart of a server with --durability process or --state-dir"),
     ("--state-dir", "KVSTORE_STATE_DIR", "", str,
      "directory for snapshots, from which a job goes on when a host and the memory of its servers are lost; each "
      "server uses a directory server-INDEX in it"),

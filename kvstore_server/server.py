@@ -97,7 +97,8 @@ class ServerOptions:
             dropped.
         max_message_bytes: Largest message of those kinds that may have many frames.
         durability: "process": the state outlives the process if a supervisor keeps its memory; "off": it ends with it.
-        restart_timeout: Seconds that workers wait for a restart of a server whose state outlives its process.
+        restart_timeout: Seconds that workers wait for a restart of a server whose state outlives its process, in memory
+            or in snapshots.
         state_dir: The directory of snapshots; empty: there are none.
         snapshot_every: A snapshot is taken after this many rounds.
     """

@@ -429,8 +429,10 @@ class Launcher:
             if death is not None:
                 code, text = death.code, death.text
             if self._goes_on_without(worker):
-                left = f"; the job goes on with {self._num_workers - len(self._lost)} workers"
-                self._events.output.put(2, "kvlaunch: ", f"{text}{left}".encode())
+                done = sum(one.returncode == 0 for one in self._workers.values())
+                left = f"; the job goes on with {self._num_workers - len(self._lost) - done} workers"
+                ended = f", {done} are done" if done else ""
+                self._events.output.put(2, "kvlaunch: ", f"{text}{left}{ended}".encode())
             else:
                 self._fail(code, text, was_unheard=code > 128)
         else:
@@ -438,6 +440,11 @@ class Launcher:
             self._events.output.put(2, "kvlaunch: ", death.text.encode())
 
     def _goes_on_without(self, worker: Child) -> bool:
+        """Count a worker as lost if enough others are left.
+
+        Those that are done count, because at the end of a job all are. If they had left before, servers tell those that
+        still train that they are too few.
+        """
         if self._elastic is None or self._code is not None:
             return False
         if self._num_workers - len(self._lost) <= self._elastic[0]:

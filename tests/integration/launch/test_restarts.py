@@ -59,19 +59,43 @@ def test_a_worker_that_was_replaced_is_not_started_again(jobs: Jobs) -> None:
     assert err == f"kvlaunch: worker 0 exited with code {REPLACED}\n"
 
 
-def test_a_job_with_a_range_of_workers_goes_on_without_those_that_die(jobs: Jobs) -> None:
-    script = (
-        "echo $KVSTORE_ELASTIC; [ $KVSTORE_RANK = 2 ] && kill -9 $$; [ $KVSTORE_RANK = 1 ] && exit 75; exit 0"
-    )
-    code, out, err = jobs.run(script, 4, elastic=(2, 4))
-    assert code == 0, err
+def test_a_job_with_a_range_of_workers_goes_on_without_those_that_die(jobs: Jobs, tmp_path: Path) -> None:
+    may_end = tmp_path / "may end"
+    script = f"""
+echo $KVSTORE_ELASTIC
+[ $KVSTORE_RANK = 2 ] && kill -9 $$
+[ $KVSTORE_RANK = 1 ] && exit 75
+until [ -e "{may_end}" ]; do sleep 0.02; done
+"""
+    process = jobs.start(script, 4, elastic=(2, 4))
+    assert process.stderr is not None
+    lines = sorted(process.stderr.readline().decode() for _ in range(2))
+    may_end.touch()
+    code, out, err = jobs.finish(process)
+    assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[w{rank}] 2..4" for rank in range(4)]
-    lines = sorted(line.partition("worker ")[2] for line in err.splitlines() if "worker" in line)
-    assert [line.split()[0] for line in lines] == ["1", "2"]
+    assert [line.split()[2] for line in lines] == ["1", "2"]
     assert sorted(line.partition("; ")[2] for line in lines) == [
-        "the job goes on with 2 workers",
-        "the job goes on with 3 workers",
+        "the job goes on with 2 workers\n",
+        "the job goes on with 3 workers\n",
     ]
+
+
+def test_a_worker_that_is_done_neither_trains_nor_is_missing(jobs: Jobs, tmp_path: Path) -> None:
+    done, may_end = tmp_path / "done", tmp_path / "may end"
+    script = f"""
+[ $KVSTORE_RANK = 0 ] && echo $$ > "{done}" && exit 0
+until [ -s "{done}" ]; do sleep 0.02; done
+while [ -e /proc/$(cat "{done}") ]; do sleep 0.02; done  # until the launcher knows
+[ $KVSTORE_RANK = 1 ] && kill -9 $$
+until [ -e "{may_end}" ]; do sleep 0.02; done
+"""
+    process = jobs.start(script, 3, elastic=(2, 3))
+    assert process.stderr is not None
+    line = process.stderr.readline().decode()
+    may_end.touch()
+    assert jobs.finish(process)[0] == 0
+    assert line.partition("; ")[2] == "the job goes on with 1 workers, 1 are done\n"
 
 
 def test_a_job_ends_when_fewer_workers_than_the_least_are_left(jobs: Jobs) -> None:
