@@ -4,11 +4,15 @@
     DIR/server-0/round-000000000050.1f0c2e5a/          a snapshot: the job's name is in the manifest
         tensors.safetensors
         manifest.json                                  facts as JSON, with a checksum of its own and of the tensors
+    DIR/server-0/save-TAG.00000001c0ffee0000000000.1f0c2e5a/   what was saved by hand under a tag
     DIR/server-0/.tmp-…                                unfinished, or about to be removed; removed at the next start
 
 A snapshot is written under a temporary name, forced to the disk (fsync), and renamed. So a directory with its final
 name is complete, unless the disk has changed it, which the checksums show. The name of a job comes from peers, so it
-appears only as a checksum in the path.
+appears only as a checksum in the path; so does a tag, which is checked before it becomes a part of one.
+
+A server writes and removes in its own directory only. It reads in those of the others what was saved under a tag, to
+continue with another number of servers than wrote it.
 """
 
 from __future__ import annotations
@@ -35,12 +39,24 @@ from kvstore_server.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
 
-FORMAT, VERSION = "kvstore-server snapshot", 1
+FORMAT, VERSION = "kvstore-server snapshot", 2
 _TENSORS, _MANIFEST, _LOCK = "tensors.safetensors", "manifest.json", "lock"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"round-[0-9]{12}\.[0-9a-f]{8}")
+_OF_SERVER = re.compile(r"server-[0-9]{1,9}")
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SAVE = re.compile(r"[0-9a-f]{24}")
 _MAX_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
+
+
+def check_tag(tag: object) -> str:
+    """Return a name for a snapshot that is taken by hand. Raises ConfigurationError unless it is one."""
+    if not isinstance(tag, str) or _TAG.fullmatch(tag) is None:
+        raise ConfigurationError(
+            f"a tag has 1 … 64 letters, digits, '.', '_' and '-', and begins with a letter or a digit, got {tag!r:.80}"
+        )
+    return tag
 
 
 class SnapshotName(NamedTuple):
@@ -49,17 +65,26 @@ class SnapshotName(NamedTuple):
     Args:
         job: The name of the job's store.
         round: How many rounds its tables had ended.
+        tag: The name under which it was taken by hand; empty if the server took it.
+        save: Tells apart what was saved under the same tag one after the other; 24 hexadecimal digits, ascending.
     """
 
     job: str
     round: int
+    tag: str = ""
+    save: str = ""
 
     @property
     def path(self) -> str:
-        return f"round-{self.round:012d}.{zlib.crc32(self.job.encode()):08x}"
+        checksum = zlib.crc32(self.job.encode())
+        if not self.tag:
+            return f"round-{self.round:012d}.{checksum:08x}"
+        if _SAVE.fullmatch(self.save) is None:
+            raise ConfigurationError(f"a save is named by 24 hexadecimal digits, got {self.save!r:.80}")
+        return f"save-{check_tag(self.tag)}.{self.save}.{checksum:08x}"
 
     def __str__(self) -> str:
-        return f"the snapshot of round {self.round}"
+        return f"{self.tag!r} of round {self.round}" if self.tag else f"the snapshot of round {self.round}"
 
 
 class StoredSnapshot(NamedTuple):
@@ -112,8 +137,8 @@ class SnapshotFolder:
     """
 
     def __init__(self, root: str, server: int) -> None:
-        self.root = Path(root)
-        self.folder = self.root / f"server-{server}"
+        self._root = Path(root)
+        self.folder = self._root / f"server-{server}"
         self._count = 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -176,8 +201,32 @@ class SnapshotFolder:
         self._remove_folder(self.folder / name.path)
 
     def all(self) -> list[StoredSnapshot]:
-        """Return the snapshots of this server whose manifests are whole; others are named in the log."""
-        return _snapshots_in(self.folder)
+        """Return the snapshots that this server took, if their manifests are whole; others are named in the log."""
+        return _snapshots_in(self.folder, _NAME)
+
+    def saved(self, job: str, tag: str) -> list[StoredSnapshot]:
+        """Return what all servers have saved under a tag, as far as it is in the directory of all servers."""
+        return [one for folder in self._of_servers() for one in _saved_in(folder, job, tag)]
+
+    def own_saved(self, job: str, tag: str) -> list[StoredSnapshot]:
+        """Return what this server has saved under a tag."""
+        return _saved_in(self.folder, job, tag)
+
+    def tags(self, job: str) -> list[str]:
+        """Return the tags under which servers have saved something of a job."""
+        pattern = re.compile(rf"save-({_TAG.pattern})\.[0-9a-f]{{24}}\.{zlib.crc32(job.encode()):08x}")
+        names = [path.name for folder in self._of_servers() for path in _entries(folder)]
+        return sorted({match[1] for name in names if (match := pattern.fullmatch(name)) is not None})
+
+    def has(self, name: SnapshotName) -> bool:
+        """Return whether this server has a snapshot whose manifest is whole."""
+        try:
+            return read_snapshot(self.folder / name.path).name == name
+        except RecoveryError:
+            return False
+
+    def _of_servers(self) -> list[Path]:
+        return [path for path in _entries(self._root) if _OF_SERVER.fullmatch(path.name) is not None]
 
     def quarantine(self, snapshot: StoredSnapshot) -> None:
         """Rename a damaged snapshot, so that it is not offered again but can still be examined."""
@@ -215,17 +264,28 @@ class _ChecksumWriter:
         self.nbytes += len(view)
 
 
-def _snapshots_in(folder: Path) -> list[StoredSnapshot]:
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _snapshots_in(folder: Path, pattern: re.Pattern[str]) -> list[StoredSnapshot]:
     found = []
-    with suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            if _NAME.fullmatch(path.name) is None:
-                continue
-            try:
-                found.append(read_snapshot(path))
-            except RecoveryError as error:
-                _log.error("%s; it is left out", error)
+    for path in _entries(folder):
+        if pattern.fullmatch(path.name) is None:
+            continue
+        try:
+            found.append(read_snapshot(path))
+        except RecoveryError as error:
+            _log.error("%s; it is left out", error)
     return found
+
+
+def _saved_in(folder: Path, job: str, tag: str) -> list[StoredSnapshot]:
+    pattern = rf"save-{re.escape(check_tag(tag))}\.[0-9a-f]{{24}}\.{zlib.crc32(job.encode()):08x}"
+    return [one for one in _snapshots_in(folder, re.compile(pattern)) if one.name[::2] == (job, tag)]
 
 
 def read_snapshot(folder: Path) -> StoredSnapshot:
@@ -245,7 +305,7 @@ def read_snapshot(folder: Path) -> StoredSnapshot:
             f"version {VERSION} of {FORMAT!r}. Use the release that wrote it ({content.get('library')!r}), or another "
             "--state-dir"
         )
-    name = SnapshotName(content["job"], content["round"])
+    name = SnapshotName(content["job"], content["round"], content["tag"], content["save"])
     if name.path != folder.name:
         raise RecoveryError(f"{path} is the manifest of {name} of {name.job!r}, which lies in {name.path}")
     return StoredSnapshot(name, folder, content["facts"], *content["tensors"])

@@ -94,18 +94,6 @@ def make_cut(spaces: Iterable[Namespace], buffer: CopyBuffer) -> list[SpaceCut]:
     return found
 
 
-def describe_cut(cuts: Sequence[SpaceCut]) -> list[dict[str, Any]]:
-    """Return what people and other servers read about a cut, as plain values."""
-    found = []
-    for cut in cuts:
-        name, num_workers, mode, *_ = cut.image["space"]
-        tables = [
-            {"name": row[1], "keys": len(row[2]), "whole_keys": row[3]} for row in cut.image["declared"]
-        ]
-        found.append({"name": name, "num_workers": num_workers, "mode": mode, "tables": tables})
-    return found
-
-
 def tensors_of(cuts: Sequence[SpaceCut]) -> dict[str, Tensor]:
     """Return a cut as the contents of a file of tensors."""
     found: dict[str, Tensor] = {}

@@ -32,6 +32,7 @@ import numpy as np
 from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandAnswer, CommandContext, Commands, repeated_answer
 from kvstore_server.debug_log import Peer
+from kvstore_server.durable.snapshot_folder import SnapshotName
 from kvstore_server.engine import pipelined
 from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
@@ -44,7 +45,8 @@ from kvstore_server.engine.elastic import (
 )
 from kvstore_server.engine.facts import FRESH, MAX_JOBS, read_report
 from kvstore_server.engine.membership import RankSession, Sessions, random_token
-from kvstore_server.engine.namespace import EngineConfig, Namespace, TableBatch
+from kvstore_server.engine.namespace import EngineConfig, Lineage, Namespace, TableBatch
+from kvstore_server.engine.regrouping import regroup
 from kvstore_server.engine.rounds import (
     CommitStatus,
     DelayedRequest,
@@ -196,8 +198,8 @@ class Engine:
         self._durability = durability
         self._changes = MemberChanges(config, self._fence)
         self.snapshots = None if snapshots is None else snapshots(self.budget)
-        self._returns: dict[str, tuple[int, int]] = {}
-        """Job → how often it has gone back to a snapshot here, and to which round the last time."""
+        self._lineages: dict[str, Lineage] = {}
+        """Job → from what it has continued here; none if it began here."""
         self._handlers: dict[type[Any], Callable[[Sender, Any], list[m.Outgoing]]] = {
             m.Contribute: self._contribute,
             m.Resolve: self._resolve,
@@ -239,7 +241,7 @@ class Engine:
         self.namespaces = self._durability.restore(make_space, self._sessions, now)
         for name, space in self.namespaces.items():
             job = _job_of(name)
-            self._returns[job] = max(self._returns.get(job, (0, 0)), space.returns)
+            self._lineages[job] = max(self._lineages.get(job, Lineage()), space.lineage)
             if not space.tables and space.membership.is_over(now, self.config.dead_after):
                 self._left[name] = _job_of(name)
 
@@ -1160,7 +1162,7 @@ class Engine:
             name, num_workers, mode, self.config, self.budget, self._leases, now, resumable, durable, views
         )
         space.membership.is_used_again = name in self._finished
-        space.returns = self._returns.get(_job_of(name), (0, 0))
+        space.lineage = self._lineages.get(_job_of(name), Lineage())
         return space
 
     def _forget_if_silent(self, space: Namespace, silence: float) -> None:
@@ -1225,7 +1227,7 @@ class Engine:
         self._left.pop(space.name, None)
         if not self._open_namespaces(job):
             self._resumable.pop(job, None)
-            self._returns.pop(job, None)
+            self._lineages.pop(job, None)
             kept = [name for name, other in self._left.items() if other == job]
             self._left = {name: other for name, other in self._left.items() if other != job}
             for name in kept:
@@ -1242,12 +1244,50 @@ class Engine:
     # ---------------------------------------------------------------- snapshots
 
     def _snapshot(self, sender: Sender, body: m.Snapshot) -> list[m.Outgoing]:
-        job = _job_of(sender.space.name)
+        job, snapshots = _job_of(sender.space.name), self.snapshots
         if body.action == "list":
             return _make_status(sender, self._offer(job))
+        if snapshots is None:
+            raise ConfigurationError(
+                f"server {self.config.server} has no --state-dir, so it can neither save anything nor go back"
+            )
         if body.action == "restore":
-            return self._go_back(sender, job, body)
-        raise ProtocolError(f"{body.action!r:.80} is no action of a Snapshot message")
+            return self._go_back(sender, job, snapshots, body)
+        name = SnapshotName(job_of(job), body.round, body.tag, body.save)
+        if body.action == "find":
+            return _make_status(sender, self._offer_saves(job, snapshots, body.tag))
+        if body.action == "save":
+            spaces = spaces_of_job(job, self.namespaces)
+            for space in spaces:
+                pipelined.roll_back_for_read(space, sender.rank, range(len(space.tables)))
+            return _make_status(sender, {"is_saved": snapshots.save(name, spaces)})
+        if body.action == "check":
+            self._read_stored(job_of(job), snapshots, body)
+            return _make_status(sender)
+        if body.action not in ("keep", "drop"):
+            raise ProtocolError(f"{body.action!r:.80} is no action of a Snapshot message")
+        (snapshots.keep if body.action == "keep" else snapshots.drop)(name)
+        return _make_status(sender)
+
+    def _offer_saves(self, job: str, snapshots: Snapshots, tag: str) -> Mapping[str, Any]:
+        """Return what this server can read of what was saved under a tag, and what the job has loaded already."""
+        parts = [
+            [
+                one.facts["server"],
+                one.facts["num_servers"],
+                one.name.save,
+                one.name.round,
+                one.facts["holders"],
+            ]
+            for one in snapshots.saved(job_of(job), tag)
+        ]
+        lineage = self._lineages.get(job, Lineage())
+        return {
+            "parts": parts,
+            "tags": snapshots.tags(job_of(job)),
+            "generation": lineage.generation,
+            "is_loaded": tag in lineage.loaded,
+        }
 
     def _offer(self, job: str) -> Mapping[str, Any]:
         """Return what this server holds of a job, and to which rounds it can go back."""
@@ -1260,49 +1300,44 @@ class Engine:
                 f"the snapshots of job {job_of(job)!r} are of {max(counts)} servers, and this job has "
                 f"{self.config.num_servers}; start it with as many, or with another --state-dir"
             )
-        generation, restored = self._returns.get(job, (0, 0))
+        lineage = self._lineages.get(job, Lineage())
         return {
             "round": max(rounds, default=-1),
             "holders": sorted({s for one in spaces for table in one.tables for s in table.plan.servers}),
             "cuts": [[one.name.round, list(one.facts["holders"])] for one in known],
-            "generation": generation,
-            "restored": restored,
+            "generation": lineage.generation,
+            "restored": lineage.round,
+            "tag": lineage.tag,
+            "save": lineage.save,
             "every": 0 if self.snapshots is None else self.snapshots.every,
         }
 
-    def _go_back(self, sender: Sender, job: str, body: m.Snapshot) -> list[m.Outgoing]:
+    def _go_back(self, sender: Sender, job: str, snapshots: Snapshots, body: m.Snapshot) -> list[m.Outgoing]:
         """Replace the tables of a job by those of a snapshot, and end the sessions of processes that had used them."""
-        if self.snapshots is None:
-            raise ConfigurationError(f"server {self.config.server} has no --state-dir, so it cannot go back")
         if sender.space.tables:
             raise ProtocolError("only a process that has not used the tables of a job yet may let it go back")
-        generation, restored = self._returns.get(job, (0, 0))
-        if body.generation <= generation:
-            if (generation, restored) != (body.generation, body.round):
+        former = self._lineages.get(job, Lineage())
+        if body.generation <= former.generation:
+            asked = body.generation, body.round, body.tag, body.save
+            if asked != (former.generation, former.round, former.tag, former.save):
                 raise ServerLostState(
-                    f"job {job!r} has gone back to round {restored} of server {self.config.server} in the meantime; "
-                    "start this process again"
+                    f"job {job!r} has gone back to round {former.round} of server {self.config.server} in the "
+                    "meantime; start this process again"
                 )
             return _make_status(sender)
         # 1. Read it completely, so that nothing is given up for one that is damaged.
-        stored: list[StoredSpace] = []
         failpoint("server.snapshot.load")
-        if body.round and body.has_tables:
-            snapshot = self.snapshots.find(job_of(job), body.round)
-            try:
-                stored = read_spaces(snapshot)
-            except RecoveryError as why:
-                self.snapshots.quarantine(snapshot)
-                _log.error("%s; it is put aside, and the next start goes back to an earlier one", why)
-                raise
+        stored, loaded = self._read_stored(job_of(job), snapshots, body)
+        lineage = Lineage(body.generation, body.round, loaded, body.tag, body.save)
         # 2. Give up what is here.
+        why = f"rank {sender.rank} has loaded {body.tag!r}" if body.tag else "a server has lost what it held"
         error = ServerLostState(
-            f"a server has lost what it held of this job, which goes back to round {body.round}; start this process "
-            "again, and it goes on from there by Trainer.resume()"
+            f"{why}, so this job goes back to round {body.round}; start this process again, and it goes on from there "
+            "by Trainer.resume()"
         )
         out = self._give_up(job, error, sender)
         # 3. Continue with what was stored.
-        self.snapshots.go_back(job_of(job), body.round)
+        snapshots.go_back(job_of(job), body.round)
         try:
             for one in stored:
                 self._restore_space(job, one, sender.now)
@@ -1312,12 +1347,50 @@ class Engine:
             raise
         if job in self.namespaces:
             self.namespaces[job].membership.may_skip_barriers = True
-        self._returns[job] = body.generation, body.round
+        self._lineages[job] = lineage
         for space in spaces_of_job(job, self.namespaces):
-            space.returns = self._returns[job]
+            space.lineage = lineage
         failpoint("server.snapshot.restored")
-        _log.warning("job %r goes back to round %d", job, body.round)
+        _log.warning("job %r goes back to %s", job, SnapshotName(job, body.round, body.tag, body.save))
         return out + _make_status(sender)
+
+    def _read_stored(
+        self, job: str, snapshots: Snapshots, body: m.Snapshot
+    ) -> tuple[Sequence[StoredSpace], tuple[str, ...]]:
+        """Return what this server holds after going back, and the tags that it descends from then.
+
+        Raises:
+            RecoveryError: What is on the disk is damaged, or contradicts itself.
+            ConfigurationError: It is not there, or this machine cannot continue it.
+        """
+        # 1. Its own snapshot.
+        if not body.tag:
+            if not (body.round and body.has_tables):
+                return [], ()
+            snapshot = snapshots.find(job, body.round)
+            try:
+                return read_spaces(snapshot), tuple(snapshot.facts["loaded"])
+            except RecoveryError as why:
+                snapshots.quarantine(snapshot)
+                _log.error("%s; it is put aside, and the next start goes back to an earlier one", why)
+                raise
+        # 2. What was saved under a tag, by as many servers or by others.
+        own, count = self.config.server, self.config.num_servers
+        parts = {
+            one.facts["server"]: one for one in snapshots.saved(job, body.tag) if one.name.save == body.save
+        }
+        first = next(iter(parts.values()), None)
+        has_moved = first is not None and first.facts["num_servers"] != count
+        needed = set() if first is None else set(first.facts["holders"])
+        needed = needed if has_moved else needed.intersection([own])
+        if (first is None and body.has_tables) or not needed.issubset(parts):
+            raise ConfigurationError(
+                f"server {own} does not find what servers {sorted(needed.difference(parts)) or own} have saved as "
+                f"{body.tag!r} in its --state-dir"
+            )
+        loaded = {body.tag} if first is None else {body.tag, *first.facts["loaded"]}
+        spaces = [space for at in sorted(needed) for space in read_spaces(parts[at])]
+        return regroup(spaces, own, count) if has_moved else spaces, tuple(sorted(loaded))
 
     def _give_up(self, job: str, error: KVStoreError, sender: Sender) -> list[m.Outgoing]:
         """End the namespaces of a job that have tables, and all sessions of processes that used them."""
@@ -1345,6 +1418,8 @@ class Engine:
         space.begin()
         self.namespaces[name] = space
         restore_space(space, stored, self._sessions)
+        # All ranks had called resume(), and the processes that come now take their places.
+        space.membership.resumable.update(range(num_workers))
         if self.snapshots is not None:
             self.snapshots.note_restored(space)
         if space.changes is not None:

@@ -27,7 +27,7 @@ from kvstore_server.commands import CommandAnswer
 from kvstore_server.durable.memory import typed
 from kvstore_server.engine.changes import Changes
 from kvstore_server.engine.membership import RankSession, Sessions
-from kvstore_server.engine.namespace import Namespace
+from kvstore_server.engine.namespace import Lineage, Namespace
 from kvstore_server.engine.rounds import Ints, RoundTracker
 from kvstore_server.engine.table import RoundEnd, Table
 from kvstore_server.errors import KVStoreError, RecoveryError, from_wire, to_wire
@@ -65,7 +65,7 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
         terms = [mode.name, mode.staleness, mode.slow_down, mode.by_host]
         views = (0, 0) if space.views is None else space.views.terms[1:]
         image["space"] = [space.name, space.membership.num_workers, *terms, *views]
-        image["returns"] = list(space.returns)
+        image["lineage"] = list(space.lineage)
     declared = [_declaration(space, table) for table in space.tables[changes.num_declared :]]
     if declared:
         image["declared"] = declared
@@ -94,8 +94,15 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
 
 
 def make_common_image(space: Namespace) -> Image:
-    """Return what of a whole image depends neither on processes nor on where memory is; only of synchronous rounds."""
-    mode, tables = space.mode, space.tables
+    """Return what of a whole image depends neither on processes nor on where memory is; only of synchronous rounds.
+
+    Open rounds have left nothing in it, except options that ranks send again.
+    """
+    mode, tables, rounds = space.mode, space.tables, space.rounds.shared
+    clients = {
+        (number, rank): [(at, state) for at, state in states if at < rounds.number(number)]
+        for (number, rank), states in space.client_states.items()
+    }
     return {
         "space": [
             space.name, space.membership.num_workers, mode.name, mode.staleness, mode.slow_down, mode.by_host
@@ -103,7 +110,7 @@ def make_common_image(space: Namespace) -> Image:
         "declared": [_declaration(space, table) for table in tables],
         "optimizer": space.optimizer.sent(),
         "hypers": hyper_rows(space, range(len(tables))),
-        "clients": [[*key, states] for key, states in sorted(space.client_states.items())],
+        "clients": [[*key, states] for key, states in sorted(clients.items())],
         "tables": _table_columns(space, tables),
     }  # fmt: skip
 
@@ -664,8 +671,9 @@ def _ints(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def apply_image(space: Namespace, sessions: Sessions, image: Image) -> None:
     """Set what an image says, in a namespace that has its tables and its optimizer."""
-    if "returns" in image:
-        space.returns = tuple(image["returns"])
+    if "lineage" in image:
+        generation, round_, loaded, tag, save = image["lineage"]
+        space.lineage = Lineage(generation, round_, tuple(loaded), tag, save)
     if "members" in image:
         _apply_members(space, sessions, image["members"])
     if "hypers" in image:

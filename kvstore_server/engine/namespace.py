@@ -165,6 +165,23 @@ class TableBatch(NamedTuple):
     """For each table, the bytes of its parts."""
 
 
+class Lineage(NamedTuple):
+    """From what a job has continued on a server since its processes have started.
+
+    Args:
+        generation: How often it has gone back to a snapshot.
+        round: To which one the last time; 0 if it has not.
+        loaded: The tags that its present state descends from.
+        tag, save: What was loaded the last time, if that was by hand.
+    """
+
+    generation: int = 0
+    round: int = 0
+    loaded: tuple[str, ...] = ()
+    tag: str = ""
+    save: str = ""
+
+
 class Namespace:
     """The members, tables, optimizer and barrier of one name."""
 
@@ -213,8 +230,8 @@ class Namespace:
         """(table, rank) → the keys that the rank leaves out of the open round."""
         self.client_states: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
         """(table, rank) → (round, `client_state`) of the rank's latest two commits with one, in order."""
-        self.returns = (0, 0)
-        """How often its job has gone back to a snapshot on this server, and to which round the last time."""
+        self.lineage = Lineage()
+        """From what its job has continued on this server."""
         self._dtypes: list[torch.dtype] = []
         """The dtype of each slot."""
         self._is_resident: list[bool] = []
@@ -951,12 +968,12 @@ class Namespace:
 
     def check_restored(self, spec: bytes) -> None:
         """Raise ConfigurationError for another optimizer than that of the snapshot with which this began."""
-        if self.returns[1] and self.optimizer.named is not None and not self.optimizer.is_known(spec):
+        if self.lineage.round and self.optimizer.named is not None and not self.optimizer.is_known(spec):
             former, values = self.optimizer.named.registered_name, unpack_control(spec)
             name = values.get("name") if isinstance(values, dict) else None
             if name != former:
                 raise ConfigurationError(
-                    f"the snapshot of round {self.returns[1]} is of a job with the optimizer {former!r}, and this "
+                    f"the snapshot of round {self.lineage.round} is of a job with the optimizer {former!r}, and this "
                     f"one has {name!r}; use the same, or start the job with an empty --state-dir"
                 )
 

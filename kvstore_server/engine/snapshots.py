@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from kvstore_server.budget import Budget
 from kvstore_server.durable.background import BackgroundTask, Task
 from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, StoredSnapshot, latest_of
-from kvstore_server.engine.cut import CopyBuffer, SpaceCut, describe_cut, make_cut, tensors_of
+from kvstore_server.engine.cut import CopyBuffer, SpaceCut, make_cut, tensors_of
 from kvstore_server.engine.namespace import Namespace
-from kvstore_server.errors import ConfigurationError, KVStoreError, describe
+from kvstore_server.errors import ConfigurationError, KVStoreError, RecoveryError, describe
 from kvstore_server.failpoints import failpoint
 from kvstore_server.protocol import messages as m
 
@@ -74,6 +74,8 @@ class Snapshots:
         """(job, text) of the warnings that were logged."""
         self._problem = ""
         """Why the last snapshot was not written; empty if it was."""
+        self._failed: tuple[SnapshotName, BaseException] | None = None
+        """What was to be saved by hand the last time and was not, and why."""
         self._known: list[StoredSnapshot] = folder.all()
 
     # ---------------------------------------------------------------- taking them
@@ -130,9 +132,41 @@ class Snapshots:
             self._buffer = CopyBuffer()
             return
         failpoint("server.snapshot.cut")
-        facts = {**self._identity, "every": self.every, "namespaces": describe_cut(cuts)}
+        facts = {**self._identity, "every": self.every, "loaded": list(spaces[0].lineage.loaded)}
         facts["holders"] = sorted({s for one in spaces for table in one.tables for s in table.plan.servers})
         self._writing = _Writing(name, self._run(lambda: self._write(name, facts, cuts)))
+
+    def save(self, name: SnapshotName, spaces: Sequence[Namespace]) -> bool:
+        """Save the present state of a job by hand; return whether it is on the disk. Call it again until it is.
+
+        Args:
+            name: With the round after which the caller wants to save, which none of its ranks goes beyond meanwhile.
+            spaces: Those of the job that have tables here.
+
+        Raises:
+            ConfigurationError: There is no state that all servers have after that round, or nobody could load it.
+            RecoveryError: It could not be written.
+        """
+        self.settle()
+        if not spaces or self._folder.has(name):
+            return True
+        if self._failed is not None and self._failed[0] == name:
+            (_, error), self._failed = self._failed, None
+            raise RecoveryError(f"server {self._identity['server']} could not save {name}: {describe(error)}")
+        if self._writing is None:
+            _check_savable(name, spaces)
+            self.take(name, spaces)
+        return False
+
+    def keep(self, name: SnapshotName) -> None:
+        """Remove what this server has saved before under the same tag."""
+        saved = self._folder.own_saved(name.job, name.tag)
+        self._remove([one for one in saved if one.name.save != name.save])
+
+    def drop(self, name: SnapshotName) -> None:
+        """Remove what was saved, because another server could not save its part."""
+        self.settle()
+        self._folder.remove(name)
 
     def settle(self, seconds: float = 0.0) -> None:
         """Note the end of a snapshot that was being written; wait for it up to some seconds."""
@@ -143,13 +177,17 @@ class Snapshots:
         if writing.task.error is not None:
             self._note_problem(writing.name, writing.task.error)
             return
-        self._problem = ""
         _log.info("%s of %r is on the disk", writing.name, writing.name.job)
+        if writing.name.tag:
+            return
+        self._problem = ""
         self._known = self._folder.all()
 
     def _write(self, name: SnapshotName, facts: Mapping[str, Any], cuts: Sequence[SpaceCut]) -> None:
         """Write a snapshot, and remove old ones; in the background."""
         self._folder.write(name, facts, tensors_of(cuts))
+        if name.tag:
+            return
         of_job = [one for one in self._folder.all() if one.name.job == name.job]
         kept = latest_of([one for one in of_job if one.name.round <= name.round], KEPT)
         self._remove([one for one in of_job if one not in kept])
@@ -173,6 +211,10 @@ class Snapshots:
             _log.warning("job %r %s", job, text)
 
     def _note_problem(self, name: SnapshotName, error: BaseException) -> None:
+        if name.tag:
+            self._failed = name, error
+            _log.error("%s of %r was not saved: %s", name, name.job, error)
+            return
         self._problem = describe(error)
         _log.error("%s of %r was not written, training goes on: %s", name, name.job, error)
 
@@ -203,6 +245,13 @@ class Snapshots:
         raise ConfigurationError(
             f"there is no snapshot of round {round_} of {job!r} in {self._folder.folder}"
         )
+
+    def saved(self, job: str, tag: str) -> list[StoredSnapshot]:
+        """Return what all servers have saved of a job under a tag, as far as this one can read it."""
+        return self._folder.saved(job, tag)
+
+    def tags(self, job: str) -> list[str]:
+        return self._folder.tags(job)
 
     def quarantine(self, snapshot: StoredSnapshot) -> None:
         self._folder.quarantine(snapshot)
@@ -257,6 +306,18 @@ def spaces_of_job(name: str, namespaces: Mapping[str, Namespace]) -> list[Namesp
     return [one for other, one in sorted(namespaces.items()) if one.tables and other.partition("/")[0] == job]
 
 
+def _check_savable(name: SnapshotName, spaces: Sequence[Namespace]) -> None:
+    """Raise ConfigurationError if a job cannot be saved by hand now."""
+    if (why := _why_useless(spaces)) is not None:
+        raise ConfigurationError(f"job {name.job!r} cannot be saved: {why}")
+    rounds = sorted({int(n) for one in spaces for n in one.rounds.shared.numbers[: len(one.tables)]})
+    if rounds != [name.round]:
+        raise ConfigurationError(
+            f"job {name.job!r} cannot be saved after round {name.round}, because its keys are after {rounds}. Save "
+            "between two steps of this worker, when all keys and Trainers of the store have made as many rounds"
+        )
+
+
 def _why_useless(spaces: Sequence[Namespace]) -> str | None:
     """Return why nobody could go on from a cut of these namespaces; None if that is possible."""
     for space in spaces:
@@ -272,6 +333,13 @@ def _why_useless(spaces: Sequence[Namespace]) -> str | None:
                 "its weights are compressed on their way to workers, and what workers have is not in a snapshot; leave "
                 "'pull' out of compression_params"
             )
-        if space.rounds.left or any(one.conflict or one.held or one.pipelined for one in tables):
-            return "ranks have left, or a table cannot be used any more"
+        if space.rounds.left:
+            return f"its ranks {sorted(space.rounds.left)} have left"
+        if (broken := next((one for one in tables if one.conflict is not None), None)) is not None:
+            return f"table {broken.name!r} cannot be used any more: {broken.conflict}"
+        if any(not session.hello.resumes for session in members.members.values()):
+            return (
+                f"it has keys of push and pull ({tables[0].name!r}), which no other process takes over; train them "
+                "with a Trainer, or in a store of their own"
+            )
     return None

@@ -201,15 +201,23 @@ class Snapshot:
 
     action "list" asks what the server holds of the job, and to which rounds it can go back. "restore" lets it go back
     to one of these, or to the beginning; the first of several ranks that ask for the same one counts.
+
+    "save" asks it to save the present state under a tag, and whether it has; "keep" removes what was saved under the
+    tag before, "drop" removes what was saved. "find" asks what can be loaded, "check" whether it is as it was saved;
+    "restore" with a tag loads it.
     """
 
     action: str
     round: int = 0
-    """To go back to; 0: to the beginning."""
+    """To go back to; 0: to the beginning. The one after which the state is saved."""
     generation: int = 0
     """How often the job will have gone back then; a server that has gone back as often changes nothing."""
     has_tables: bool = True
     """Whether the server has a part of the job's tables, and so of the snapshot."""
+    tag: str = ""
+    """The name of what is saved or loaded; empty for snapshots that servers take."""
+    save: str = ""
+    """Which save of that tag: 24 hexadecimal digits, ascending."""
 
 
 @dataclass(frozen=True, slots=True)

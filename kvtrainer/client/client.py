@@ -33,6 +33,7 @@ from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import Event, Trace, events_of
 from kvtrainer.client.rounds import Rounds
 from kvtrainer.client.row_reads import RowPulls
+from kvtrainer.client.saves import load, save
 from kvtrainer.client.session import Report, Session, SessionOptions, SessionTrace, Transport
 from kvtrainer.client.shared_gradients import SharedGradients
 from kvtrainer.client.tables import RemoteTable
@@ -245,6 +246,19 @@ class Client:
     def stats(self) -> list[dict[str, Any]]:
         replies = [self._session.call(server, m.Stats()) for server in range(self.num_servers)]
         return [dict(reply.values) for reply in replies if isinstance(reply, m.Status)]
+
+    @property
+    def rounds_ended(self) -> frozenset[int]:
+        """How many rounds the tables of this client have ended, as far as it knows."""
+        return frozenset([table.round for table in self.rounds.tables.all])
+
+    def save(self, tag: str, round_: int) -> None:
+        """Let servers save the job's state after a round under a tag; blocks. Raises as `saves.save`."""
+        save(self._session, tag, round_)
+
+    def load(self, tag: str) -> None:
+        """Let servers go back to what was saved under a tag; blocks. Raises as `saves.load`."""
+        load(self._session, tag)
 
     def command(self, head: int, body: bytes) -> list[bytes]:
         """Have every server run a command; blocks until all have. Returns the answers, in server order.

@@ -381,24 +381,38 @@ class Session:
 
     def _agree_on_snapshot(self) -> None:
         """Let the job go back to the latest snapshot that all servers have, if one of them has lost its state."""
-        servers, timeout = range(self.num_servers), self.options.connect_timeout
-        found = self.call_all([(server, m.Snapshot("list")) for server in servers], timeout)
-        offers = [read_offer(one.values) for one in found if isinstance(one, m.Status)]
+        asked = [(server, m.Snapshot("list")) for server in range(self.num_servers)]
+        found = self.call_all(asked, self.options.connect_timeout)
+        offers = [read_offer(one) for one in found]
         self.restored_round = max(one.restored for one in offers)
-        found_cut = choose_cut(offers)
-        if found_cut is None:
+        chosen = choose_cut(offers)
+        if chosen is None:
             return
-        cut, generation = found_cut
         if "/" in self.options.namespace:
             raise ServerLostState(
                 "a server was restarted and has lost the state of this job; start this process again"
             )
-        for server in servers:
+        cut, generation, tag, save = chosen
+        self.go_back(cut.round, generation, cut.holders, tag, save)
+
+    def go_back(
+        self, round_: int, generation: int, holders: Collection[int], tag: str = "", save: str = ""
+    ) -> None:
+        """Let all servers go back to a snapshot; blocks.
+
+        Args:
+            round_: 0: to the beginning.
+            generation: How often the job has gone back then.
+            holders: The servers that have a part of it.
+            tag, save: What is loaded, if that is what was saved by hand.
+        """
+        timeout = self.options.connect_timeout + self.options.timeout
+        for server in range(self.num_servers):
             # Reading it takes long, and is done before the answer.
-            body = m.Snapshot("restore", cut.round, generation, server in cut.holders)
-            self.call(server, body, timeout + self.options.timeout)
+            body = m.Snapshot("restore", round_, generation, server in holders, tag, save)
+            self.call(server, body, timeout)
             failpoint("worker.connect.next_return")
-        self.restored_round = cut.round
+        self.restored_round = round_
 
     def describe(self, server: int) -> str:
         return self.transport.describe(server)

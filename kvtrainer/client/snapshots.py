@@ -7,10 +7,11 @@ the servers say (`choose_cut`), so several workers that come at the same time de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvstore_server.errors import ProtocolError, ServerLostState
+from kvstore_server.protocol import messages as m
 
 
 class StoredCut(NamedTuple):
@@ -32,6 +33,7 @@ class ServerOffer(NamedTuple):
         generation: How often it has gone back.
         restored: To which round the last time; 0 if it has not.
         every: After how many rounds it takes a snapshot; 0: never.
+        tag, save: What the job has loaded the last time that it has gone back, if that was by hand.
     """
 
     round: int
@@ -40,23 +42,36 @@ class ServerOffer(NamedTuple):
     generation: int
     restored: int
     every: int
+    tag: str = ""
+    save: str = ""
 
 
-def read_offer(values: Mapping[str, Any]) -> ServerOffer:
+def read_offer(answer: m.ReplyBody) -> ServerOffer:
     """Return what a server has answered. Raises ProtocolError if it cannot be that."""
+    if not isinstance(answer, m.Status):
+        raise ProtocolError(f"a server is asked for its snapshots, and answers {answer!r:.200}")
+    values = answer.values
     try:
         cuts = [StoredCut(int(at), frozenset(map(int, own))) for at, own in values["cuts"]]
         numbers = [int(values[name]) for name in ("round", "generation", "restored", "every")]
-        return ServerOffer(numbers[0], frozenset(map(int, values["holders"])), cuts, *numbers[1:])
+        holders, (round_, generation, restored, every) = frozenset(map(int, values["holders"])), numbers
+        tag, save = str(values["tag"]), str(values["save"])
+        return ServerOffer(round_, holders, cuts, generation, restored, every, tag, save)
     except (LookupError, TypeError, ValueError) as error:
         raise ProtocolError(f"a server says of its snapshots {values!r:.200}: {error!r}") from None
 
 
 class CutChoice(NamedTuple):
-    """The snapshot to which a job goes back (round 0: its beginning), and how often it will have gone back then."""
+    """The snapshot to which a job goes back (round 0: its beginning), and how often it will have gone back then.
+
+    Args:
+        tag, save: What it loads, if that is what was saved by hand.
+    """
 
     cut: StoredCut
     generation: int
+    tag: str = ""
+    save: str = ""
 
 
 def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
@@ -87,6 +102,8 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
         and generation == newest
         and all(one.restored == restored == max(one.round, 0) for one in ahead)
     ):
+        if ahead[0].tag:
+            return CutChoice(StoredCut(restored, frozenset(needed)), generation, ahead[0].tag, ahead[0].save)
         begun = [cut for at in lost for cut in offers[at].cuts if cut.round == restored]
         if len(begun) == len(lost) or not restored:
             return CutChoice(begun[0] if restored else _BEGINNING, generation)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvstore_server import check
+from kvstore_server.durable.snapshot_folder import check_tag
 from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.failpoints import arm
@@ -24,6 +25,7 @@ from kvtrainer.client.message_faults import FAULTS, FaultyTransport, parse_fault
 from kvtrainer.client.session import SessionOptions, Transport
 from kvtrainer.common import env
 from kvtrainer.common.exit_code import exit_when_fenced
+from kvtrainer.common.thread_guard import exclusive
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.jobs.topology import find_topology
@@ -181,6 +183,77 @@ class DistKVStore(TableKVStore):
         self._agreements = {n: one for n, one in self._agreements.items() if not one.is_closed}
         self._agreements[self._sides] = client
         return ServerAgreement(client)
+
+    @exclusive
+    def save(self, tag: str) -> None:
+        """Save the present state of the job on its servers under a tag; blocks until it is on all disks.
+
+        Any single worker may call this between two of its steps, for example rank 0: no round ends without it, so what
+        is saved is the state after its own last step, of all Trainers of this store. It has the weights, the
+        optimizer's state, and what every worker has left with `client_state`. Each server writes its part to its
+        --state-dir. What was saved under the same tag before is removed once the new state is complete; until then it
+        stays what `load` finds, whatever fails. Nothing else removes it.
+
+            if kv.rank == 0 and step % 1000 == 0:
+                kv.save("last")
+
+        Args:
+            tag: 1 to 64 letters, digits, ".", "_" and "-", of which the first is a letter or a digit.
+
+        Raises:
+            ConfigurationError: The tag is no tag; a server has no --state-dir; the mode is asynchronous; or no worker
+                could continue from this state, for example because not all have called `Trainer.resume`. Nothing has
+                changed.
+            RecoveryError: A server could not write its part, for example because its disk is full.
+            DeadlineError: The servers took longer than `timeout`.
+        """
+        self._check_saved(tag)
+        clients = [client for client in self._clients if not client.is_closed]
+        for client in clients:
+            client.wait_pending()
+        rounds = sorted(frozenset[int]().union(*(client.rounds_ended for client in clients)) or {0})
+        if len(rounds) > 1 or not rounds[0]:
+            raise ConfigurationError(
+                f"the keys and Trainers of this store have made {' and '.join(map(str, rounds))} rounds; a job is "
+                "saved after the first step, when all of them have made as many"
+            )
+        self._client.save(tag, rounds[0])
+
+    @exclusive
+    def load(self, tag: str) -> None:
+        """Let the job go on from what was saved under a tag; blocks until all servers have read it.
+
+        Call it before the first step, and then `Trainer.resume`, which gives every worker the weights and its
+        `client_state` of then. There must be as many workers as when it was saved, with the same parameters; the number
+        of servers may be another one, if each of them finds the directories of all servers that have saved it in its
+        --state-dir.
+
+        The first worker that calls it has the servers go back; one that has trained already gets ServerLostState, and
+        goes on from there if it is started again. A job loads a tag once: where it has been loaded already, this
+        returns at once. So a script may call it at each start.
+
+        Raises:
+            UnknownNameError: Nothing was saved under the tag.
+            ConfigurationError: A part of it is missing, a server has no --state-dir, or this worker has trained
+                already.
+            RecoveryError: It is damaged. Nothing has changed.
+            ServerUnreachableError: A server did not answer.
+        """
+        self._check_saved(tag)
+        if any(client.rounds_ended for client in self._clients if not client.is_closed):
+            raise ConfigurationError(
+                f"load({tag!r}) comes too late: this store has keys, or a Trainer that has begun. Call it first, on a "
+                "new store"
+            )
+        self._client.load(tag)
+
+    def _check_saved(self, tag: str) -> None:
+        check_tag(tag)
+        if not self.mode.is_sync:
+            raise ConfigurationError(
+                f"kvstore {self.type!r} is asynchronous, where a round is no state of all workers, so it can be "
+                "neither saved nor loaded as a whole; use trainer.save_states(), or 'dist_sync'"
+            )
 
     def close(self) -> None:
         try:

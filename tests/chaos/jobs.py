@@ -155,6 +155,7 @@ class Job:
         stopped: What is done with a process that has stopped itself; continues it after a while by default.
         workers: How many there are.
         module: What they run, with the case, the rounds and the folder as its arguments.
+        servers: How many there are.
     """
 
     def __init__(
@@ -167,10 +168,11 @@ class Job:
         stopped: Callable[[Job, Member], None] | None = None,
         workers: int = WORKERS,
         module: str = "tests.chaos.training",
+        servers: int = SERVERS,
     ) -> None:
         self._folder, self._rounds = folder, rounds
         self._stopped = stopped or (lambda job, member: member.signal(signal.SIGCONT))
-        ports = [held_port() for _ in range(SERVERS)]
+        ports = [held_port() for _ in range(servers)]
         addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
         base = {
             **inherited(),
@@ -195,7 +197,7 @@ class Job:
                     "--index",
                     str(at),
                     "--num-servers",
-                    str(SERVERS),
+                    str(servers),
                     "--bind",
                     address,
                     "--import",

@@ -101,9 +101,11 @@ PLACES = {
     "server.recovery.remove": Place(after="server.update.end"),
 }
 OF_SNAPSHOTS = {
-    name for name in POINTS if name.startswith("server.snapshot.") or name == "worker.connect.next_return"
+    name
+    for name in POINTS
+    if name.startswith(("server.snapshot.", "worker.save.")) or name == "worker.connect.next_return"
 }
-"""These are met in `test_snapshots`, in jobs that write some."""
+"""These are met in `test_snapshots` and `test_saves`, in jobs that write some."""
 
 
 def entries_of(name: str, when: str, index: int) -> list[str]:

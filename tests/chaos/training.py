@@ -14,7 +14,7 @@ import hashlib
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.nn import Embedding, Linear, Module
 
 import kvtrainer
 import tests.chaos.optimizers  # noqa: F401 - registers one
+from kvtrainer.errors import UnknownNameError
 
 ROWS, WIDTH = 3000, 16
 BATCH = 8
@@ -41,6 +42,7 @@ class Case:
         table: Whether gradients of the embedding are "dense" or "sparse", or the table is "stored" on servers alone.
         barriers: The workers meet at a barrier before every third step.
         uneven: The higher its rank, the fewer steps a worker makes; then it joins.
+        saves: Rank 0 saves the job by hand before every so many steps; a job that is started loads what was saved.
     """
 
     optimizer: str
@@ -49,8 +51,11 @@ class Case:
     table: str = "dense"
     barriers: bool = False
     uneven: bool = False
+    saves: int = 0
 
 
+SAVED = "last"
+"""The tag under which jobs are saved."""
 MOMENTUM = {"learning_rate": 0.05, "momentum": 0.9}
 CASES = {
     "momentum": Case("sgd", MOMENTUM),
@@ -71,6 +76,10 @@ CASES = {
     "join": Case("sgd", MOMENTUM, uneven=True),
     "lamb": Case("lamb", {"learning_rate": 0.01}),
     "own": Case("skewed", {"learning_rate": 0.05}),
+    "saved": Case("sgd", MOMENTUM, saves=6),
+    "saved clip": Case("adam", {"learning_rate": 0.002}, {"clip_grad": {"max_norm": 0.5}}, saves=6),
+    "saved adagrad": Case("adagrad", {"learning_rate": 0.02}, table="sparse", saves=6),
+    "saved overlap": Case("sgd", MOMENTUM, {"overlap": True}, saves=6),
 }
 
 
@@ -147,7 +156,10 @@ def main(name: str, rounds: int, folder: Path) -> None:
     case = CASES[name]
     torch.set_num_threads(1)
     model = Coupled(case.table)
-    kv = kvtrainer.kvstore.create("dist_sync") if case.barriers else "dist_sync"
+    kv = kvtrainer.kvstore.create("dist_sync") if case.barriers or case.saves else "dist_sync"
+    if isinstance(kv, kvtrainer.kvstore.DistKVStore) and case.saves:
+        with suppress(UnknownNameError):
+            kv.load(SAVED)
     named = list(model.named_parameters())
     trainer = kvtrainer.Trainer(named, case.optimizer, case.options, kvstore=kv, **case.trainer)
     start = trainer.resume()
@@ -160,8 +172,10 @@ def main(name: str, rounds: int, folder: Path) -> None:
     own = rounds - 2 * rank if case.uneven else rounds
     with trainer.join() if case.uneven else nullcontext():
         for at in range(start.round, own):
-            if isinstance(kv, kvtrainer.kvstore.KVStoreBase) and at % 3 == 0:
+            if isinstance(kv, kvtrainer.kvstore.DistKVStore) and case.barriers and at % 3 == 0:
                 kv.barrier()
+            if isinstance(kv, kvtrainer.kvstore.DistKVStore) and case.saves and at and at % case.saves == 0:
+                kv.save(SAVED) if rank == 0 else None
             append(folder / f"computed.{rank}", f"{at} {os.getpid()}")
             model(*data.draw()).backward()
             trainer.client_state = {"cursor": at + 1, "data": data.state}

@@ -84,7 +84,10 @@ _processes = itertools.count(1)
 
 
 class SnapshotJob:
-    """One worker with one table, whose gradients are a function of the round."""
+    """One worker with one table, whose gradients are a function of the round.
+
+    With `tag`, it loads what was saved under it before it begins.
+    """
 
     def __init__(
         self,
@@ -93,6 +96,7 @@ class SnapshotJob:
         optimizer: Optimizer,
         rows: Mapping[int, int] | None = None,
         resumes: bool = True,
+        tag: str | None = None,
     ) -> None:
         engines = servers.engines if isinstance(servers, SnapshotServers) else servers
         self.plan, self._rows = plan, rows or {}
@@ -106,6 +110,8 @@ class SnapshotJob:
             for namespace in ("job", "job/trainer1")
         )
         self._store.connect()
+        if tag is not None:
+            self._store.load(tag)
         self.client.connect()
         self.exchange = StoreExchange(self.client, plan, optimizer, is_dist=True, resumes=resumes)
         self.weights = {
@@ -120,6 +126,9 @@ class SnapshotJob:
     @property
     def round(self) -> int:
         return self.exchange.round
+
+    def save(self, tag: str) -> None:
+        self._store.save(tag, self.round)
 
     def close(self) -> None:
         self.client.close()

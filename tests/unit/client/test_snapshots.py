@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore_server.errors import ProtocolError, ServerLostState
+from kvstore_server.protocol import messages as m
 from kvtrainer.client.snapshots import CutChoice, ServerOffer, StoredCut, choose_cut, read_offer
 
 BOTH = frozenset({0, 1})
@@ -86,6 +87,7 @@ def test_a_server_without_tables_that_went_back_alone_goes_back_again_with_the_o
     assert choose_cut([alone, offer(-1)._replace(cuts=[cut])]) == CutChoice(cut, 2)
 
 
-def test_an_answer_that_is_no_offer_is_a_protocol_error() -> None:
+@pytest.mark.parametrize("answer", [m.Status({"round": "many"}), m.Status({}), m.Pending((), "")])
+def test_an_answer_that_is_no_offer_is_a_protocol_error(answer: m.ReplyBody) -> None:
     with pytest.raises(ProtocolError):
-        read_offer({"round": "many"})
+        read_offer(answer)
