@@ -646,7 +646,8 @@ class Rounds:
             if at in request.open and at not in request.complete:
                 resolve = m.Resolve(int(request.layout.commits[at, 0]), table.round, coef, clip_value, skip)
                 self._session.send(request.server, request.number, resolve, round_.contribution.priority)
-            failpoint("worker.round.next_decision")  # also if another worker was faster, so that rounds can be counted
+            # Also if another worker was faster, so that the point counts rounds.
+            failpoint("worker.round.next_decision")
 
     # ---------------------------------------------------------------- ending
 
