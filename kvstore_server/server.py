@@ -35,7 +35,7 @@ from torch import Tensor
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.durable.fd_store import NotifySocket, inherited_descriptors, notify_address
 from kvstore_server.durable.snapshot_folder import SnapshotFolder
-from kvstore_server.engine.durability import Durability, Head, read_stored
+from kvstore_server.engine.durability import Durability, Head, Stored, read_stored
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
@@ -146,29 +146,10 @@ def make_server(
         ConfigurationError: Like `Server`; or the directory of snapshots cannot be used.
         RecoveryError: What was left is damaged, is of another server, or cannot be kept further.
     """
-    # 1. What an earlier process has left.
-    leases, environ = Leases(), {} if environ is None else environ
-    durability, stored = None, None
-    if options.durability == PROCESS:
-        kept = inherited_descriptors(environ, os.getpid())
-        address = notify_address(environ)
-        if address is None:
-            _log.warning(
-                "nothing holds this server's memory when it ends (no NOTIFY_SOCKET and FDSTORE in the environment), so "
-                "it goes on as with --durability off; start it with --supervise, with kvlaunch, or by systemd 254 or "
-                "newer with FileDescriptorStoreMax="
-            )
-        else:
-            stored = read_stored(kept)
-            names = [one.name for one in kept]
-            durability = Durability(NotifySocket(*address, names), stored)
-            config = replace(config, restart_timeout=options.restart_timeout)
-    if stored is not None:
-        stored.head.check(config.server, config.num_servers, config.capability)
-        config, options = (
-            replace(config, run_id=stored.head.run_id),
-            replace(options, bind=stored.head.endpoint),
-        )
+    # 1. What an earlier process has left, and the directory of snapshots.
+    config, options, durability, stored = _open_durability(
+        config, options, {} if environ is None else environ
+    )
     folder = None
     if options.state_dir:
         folder = SnapshotFolder(options.state_dir, config.server)
@@ -176,6 +157,7 @@ def make_server(
     # 2. The engine, which workers of this host find by the run.
     identity = {name: getattr(config, name) for name in ("server", "num_servers", "capability")}
     snapshots = None if folder is None else partial(Snapshots, folder, options.snapshot_every, identity)
+    leases = Leases()
     engine = Engine(config, leases, clock, durability=durability, snapshots=snapshots)
     engine.budget.available = available_memory
     try:
@@ -200,6 +182,35 @@ def make_server(
             sum([len(space.tables) for space in engine.namespaces.values()]),
         )
     return server
+
+
+def _open_durability(
+    config: EngineConfig, options: ServerOptions, environ: MutableMapping[str, str]
+) -> tuple[EngineConfig, ServerOptions, Durability | None, Stored | None]:
+    """Read what an earlier process has left with the supervisor, and let this one store what it does.
+
+    Returns the configuration and options with which the server continues. Without durability, or without a supervisor,
+    there is nothing; the latter is logged.
+    """
+    if options.durability != PROCESS:
+        return config, options, None, None
+    kept = inherited_descriptors(environ, os.getpid())
+    address = notify_address(environ)
+    if address is None:
+        _log.warning(
+            "nothing holds this server's memory when it ends (no NOTIFY_SOCKET and FDSTORE in the environment), so "
+            "it goes on as with --durability off; start it with --supervise, with kvlaunch, or by systemd 254 or "
+            "newer with FileDescriptorStoreMax="
+        )
+        return config, options, None, None
+    stored = read_stored(kept)
+    durability = Durability(NotifySocket(*address, [one.name for one in kept]), stored)
+    config = replace(config, restart_timeout=options.restart_timeout)
+    if stored is not None:
+        stored.head.check(config.server, config.num_servers, config.capability)
+        config = replace(config, run_id=stored.head.run_id)
+        options = replace(options, bind=stored.head.endpoint)
+    return config, options, durability, stored
 
 
 class Server:

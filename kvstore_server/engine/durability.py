@@ -177,6 +177,67 @@ class _Images:
         return list(self._found.values())
 
 
+class _LogContents:
+    """What the records of a log say, as far as it still holds; the arguments of `Stored`."""
+
+    def __init__(self) -> None:
+        self.head: Head | None = None
+        self.known: dict[int, tuple[int, str]] = {}
+        """Number of each region → its size in bytes, and its key."""
+        self.images: dict[int, _Images] = {}
+        self.plans: list[bytes] = []
+        self.undo: list[Record] = []
+        self.rows_before: dict[Matrix, RowsBefore] = {}
+        self.finished: list[str] = []
+        self.last = self.last_space = self.change = self.commits = 0
+
+    def add(self, record: Record) -> None:
+        """Take the next record. Raises RecoveryError if it is of an unknown kind, or contradicts earlier ones."""
+        data = record.data
+        if record.kind == _HEAD:
+            *values, self.last, self.last_space = unpack(data)
+            self.head = Head(*values)
+        elif record.kind == _MEMORY:
+            number, nbytes, key = unpack(data)
+            self.known[number] = nbytes, key
+        elif record.kind in (_COMMIT, _ROUND):
+            self._commit(record)
+        elif record.kind in (_RANGES, _ROWS):
+            self.undo.append(record)
+        elif record.kind == _PLAN:
+            self.plans.append(data)
+        elif record.kind == _ROWS_BEFORE:
+            [change] = _CHANGE.unpack_from(data)
+            self.rows_before |= join_rows(change, [unpack_rows(data[_CHANGE.size :])])
+        else:
+            raise RecoveryError(f"the stored log has a record of kind {record.kind}")
+
+    def _commit(self, record: Record) -> None:
+        """Take a commit: what was protected before it need not be undone any more, except for what it holds."""
+        self.commits += 1
+        self.change, size = _COMMIT_HEAD.unpack_from(record.data)
+        rows = [unpack_rows(one.data) for one in self.undo if one.kind == _ROWS]
+        self.rows_before |= join_rows(self.change, rows)
+        first = _COMMIT_HEAD.size
+        if record.kind == _ROUND:
+            self.undo = []
+            number, more = unpack_increments(record.data[first:])
+            if number not in self.images:
+                raise RecoveryError(
+                    f"the stored log has a round of a namespace {number} that it does not have"
+                )
+            self.images[number].grow(more)
+            return
+        self.undo = [Record(_RANGES, record.data[first : first + size])]
+        ended, new_images, names = unpack(record.data[first + size :])
+        self.finished = self.finished if names is None else names
+        for number, image in new_images:
+            self.images.setdefault(number, _Images()).add(image)
+            self.last_space = max(self.last_space, number)
+        for number in ended:
+            self.images.pop(number, None)
+
+
 def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
     """Read what an earlier process has left, if any. Nothing is changed.
 
@@ -187,61 +248,17 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
     if not logs:
         return None
     # 1. The newest log, and what it says.
-    generation = max(logs)
-    head: Head | None = None
-    known: dict[int, tuple[int, str]] = {}
-    images: dict[int, _Images] = {}
-    plans: list[bytes] = []
-    undo: list[Record] = []
-    rows_before: dict[Matrix, RowsBefore] = {}
-    finished: list[str] = []
-    last = last_space = change = commits = 0
+    generation, log = max(logs), _LogContents()
     for record in read_records(logs[generation].fd):
-        if record.kind == _HEAD:
-            *values, last, last_space = unpack(record.data)
-            head = Head(*values)
-        elif record.kind == _MEMORY:
-            number, nbytes, key = unpack(record.data)
-            known[number] = nbytes, key
-        elif record.kind in (_COMMIT, _ROUND):
-            commits += 1
-            change, size = _COMMIT_HEAD.unpack_from(record.data)
-            rows_before |= join_rows(change, [unpack_rows(one.data) for one in undo if one.kind == _ROWS])
-            if record.kind == _ROUND:
-                undo = []
-                number, more = unpack_increments(record.data[_COMMIT_HEAD.size :])
-                if number not in images:
-                    raise RecoveryError(
-                        f"the stored log has a round of a namespace {number} that it does not have"
-                    )
-                images[number].grow(more)
-                continue
-            first = _COMMIT_HEAD.size
-            undo = [Record(_RANGES, record.data[first : first + size])]
-            ended, new_images, names = unpack(record.data[first + size :])
-            finished = finished if names is None else names
-            for number, image in new_images:
-                images.setdefault(number, _Images()).add(image)
-                last_space = max(last_space, number)
-            for number in ended:
-                images.pop(number, None)
-        elif record.kind in (_RANGES, _ROWS):
-            undo.append(record)
-        elif record.kind == _PLAN:
-            plans.append(record.data)
-        elif record.kind == _ROWS_BEFORE:
-            [of_change] = _CHANGE.unpack_from(record.data)
-            rows_before |= join_rows(of_change, [unpack_rows(record.data[_CHANGE.size :])])
-        else:
-            raise RecoveryError(f"the stored log has a record of kind {record.kind}")
-    if head is None:
+        log.add(record)
+    if log.head is None:
         raise RecoveryError("the stored log does not say which server it belongs to")
     # 2. The memory of what still exists.
     fds = {int(one.name.removeprefix(REGION)): one.fd for one in kept if one.name.startswith(REGION)}
     regions = []
     gone = set[int]()
-    for number, (nbytes, key) in known.items():
-        if not key.startswith(OWN) and int(key.partition(".")[0]) not in images:
+    for number, (nbytes, key) in log.known.items():
+        if not key.startswith(OWN) and int(key.partition(".")[0]) not in log.images:
             gone.add(number)  # of a namespace that has ended, or that no image names yet
             continue
         if number not in fds:
@@ -250,11 +267,10 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
             found = os.fstat(fds[number]).st_size
             raise RecoveryError(f"memory {number} of this server ({key}) has {found} bytes, not {nbytes}")
         regions.append(Region(number, key, os.dup(fds[number])))
-    last = max([last, *known, *fds])
-    spaces = {number: own.all() for number, own in images.items()}
+    spaces = {number: own.all() for number, own in log.images.items()}
     return Stored(
-        head, generation, last, regions, gone, spaces, last_space, finished, change, undo, plans, commits, rows_before,
-        kept,
+        log.head, generation, max([log.last, *log.known, *fds]), regions, gone, spaces, log.last_space, log.finished,
+        log.change, log.undo, log.plans, log.commits, log.rows_before, kept,
     )  # fmt: skip
 
 
