@@ -102,6 +102,10 @@ def ask(address: str, seconds: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Ask the server named on the command line whether it serves; blocks up to `--timeout` seconds.
+
+    Returns the exit code: 0 if it does; otherwise 1, and standard error says why not.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m kvstore_server.probe", description="Ask one server whether it answers."
     )

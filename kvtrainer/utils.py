@@ -1,4 +1,12 @@
-"""Helpers for a training loop: split a batch over devices, clip by the global norm, random states as plain values."""
+"""Helpers for a training loop; none of them needs a store.
+
+- `split_data`, `split_and_load`: a batch over devices, as MXNet's functions of these names.
+- `clip_global_norm`: in place, over gradients on any devices; the norm is computed in float64, without overflow.
+- `get_random_state`, `set_random_state`: the global generators of Python, NumPy and torch as plain values, as
+  `client_state` takes them.
+- `ResumableBatches`, `shard`: the place in a data set from which a restarted worker goes on, and the part of it that
+  belongs to one of several workers. Both are functions of plain numbers, so every process computes the same.
+"""
 
 from __future__ import annotations
 
@@ -322,7 +330,7 @@ def shard(
 ) -> list[int]:
     """Return the indices of a data set that one of several workers trains on.
 
-    The order of the data set is divided like cards: member number i of n gets every n-th index from the i-th on. All
+    The data set is divided round-robin: member number i of n gets every n-th index from the i-th on. All
     workers get equally many; what is left over at the end, fewer than n, is left out. When the members of a job have
     changed, call it again with the number of samples that all of them have used since the beginning of the epoch:
     what is left is divided over the present members, so no index comes twice in an epoch.

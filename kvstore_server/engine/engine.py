@@ -177,6 +177,7 @@ class Engine:
             durability: Lets the state outlive the process; None: it does not. See `restore` and `begin_log`.
             snapshots: Makes what writes snapshots, given the memory account; None: there are none.
         """
+        # 1. What it works on, and with.
         self.config = config
         self._clock = clock
         self._commands = Commands(CommandContext(config.server, config.num_servers))
@@ -185,6 +186,7 @@ class Engine:
         self.updaters: dict[str, Updater] = {}
         self.is_stopping = self.is_inconsistent = False
         self.num_ended = 0
+        # 2. What is known of jobs beyond their namespaces.
         self._facts: tuple[float, Mapping[str, Any]] = (-math.inf, {})
         """When the server was last described for `GetStatus`, and the description."""
         self._resumable: dict[str, set[int]] = {}
@@ -193,6 +195,7 @@ class Engine:
         """Namespace that all workers have left, but that a successor may still join → its job; oldest first."""
         self._finished: OrderedDict[str, None] = OrderedDict()
         """The latest namespaces that have ended because all workers had finished."""
+        # 3. Its parts.
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
         self._durability = durability
@@ -200,6 +203,7 @@ class Engine:
         self.snapshots = None if snapshots is None else snapshots(self.budget)
         self._lineages: dict[str, Lineage] = {}
         """Job → from what it has continued here; none if it began here."""
+        # 4. What handles each message.
         self._handlers: dict[type[Any], Callable[[Sender, Any], list[m.Outgoing]]] = {
             m.Contribute: self._contribute,
             m.Resolve: self._resolve,

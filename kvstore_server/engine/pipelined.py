@@ -217,17 +217,19 @@ def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange
     assert state is not None
     whole = np.array([one.slot for one in portions if one.is_whole], np.int64)
     try:
-        # The copy is made as late as possible: a round that is never applied in part needs none.
+        # 1. Keep what the round changes. As late as possible: a round that is never applied in part needs no copy.
         if state.undo is None:
             state.undo = table.shard.hold_former(table.unit)
             space.note_tables([table.number])
         ranks = [(space.rounds.shared.inputs[rank], intent) for rank, intent in state.intents.items()]
         how = state.optimizer, state.hypers, table.unit
+        # 2. Whole slots in one call, which is faster than one call each.
         if len(whole):
             contributions = [
                 space.contribution(intent, state.optimizer, own.runs(whole)) for own, intent in ranks
             ]
             table.shard.update_some(contributions, *how)
+        # 3. Parts of slots one by one: only these elements have come from all ranks.
         for one in portions:
             if not one.is_whole:
                 part = space.shard.storage.slots[one.slot].slice.dtype, one.begin, one.end
@@ -243,6 +245,7 @@ def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange
         _log.exception("a round of table %r is applied when all have committed", table.name)
         roll_back(space, table)
         return False
+    # 4. Record how far each slot is; one that is complete is no longer listed.
     state.left |= {one.slot: one.end for one in portions}
     for one in portions:
         if one.end == one.size:

@@ -201,6 +201,7 @@ class _Momentum(_Elementwise):
     nesterov: ClassVar[bool] = False
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
+        """Update by the fused kernel; with `momentum_correction` m is first rescaled to a rate that has changed."""
         lr, wd, momentum = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
         if momentum == 0.0:
             fused_sgd(weight, grad, lr=lr, wd=wd)
@@ -361,6 +362,7 @@ class DCASGD(_Elementwise):
         return {"previous_weight": weight.clone()}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Update by the delay-compensated gradient, and keep the weights as `previous_weight` for the next one."""
         previous = state["previous_weight"]
         assert isinstance(previous, Tensor)
         drift, wd = weight - previous, hyper["weight_decay"]
@@ -450,6 +452,7 @@ class AdaBelief(_Elementwise):
     clips = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Add the weight decay, clip, then update both averages and the weights."""
         mean, variance = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_var", weight)
         (beta1, beta2), eps, bound = hyper["betas"], hyper["eps"], hyper["clip_gradient"]
         correction, root = bias_corrections(
@@ -509,6 +512,7 @@ class Nadam(_Elementwise):
     never_negative = frozenset({"schedule_decay"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Update with this step's rate and the next one's, whose product so far is the state entry 'mu_product'."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         (beta1, beta2), lr, step = hyper["betas"], hyper["lr"], hyper["step"]
         rate, next_rate = (
@@ -589,6 +593,7 @@ class AdaGrad(_Elementwise):
     mxnet1: ClassVar[Hyper | None] = {"eps": 1e-7}
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
+        """Update by torch's fused Adagrad kernel; `compat="mxnet1"` has a formula of its own."""
         if self.is_mxnet1:
             self._update_as_mxnet1(weight, grad, state_tensor(state, "sum", weight), hyper)
             return
@@ -643,6 +648,7 @@ class RMSProp(_Elementwise):
     never_negative = frozenset({"clip_weights"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Update by one of three formulas (centered, MXNet 1.9.1's, 2.x's), then clip the weights to `clip_weights`."""
         square, rho, bound = state_tensor(state, "square_avg", weight), hyper["rho"], hyper["clip_weights"]
         lr, eps, wd = hyper["lr"], hyper["eps"], hyper["weight_decay"]
         if hyper["centered"]:

@@ -95,6 +95,7 @@ class LANS(_TrustRatio):
     clips = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Take two steps, along the averaged and along the newest direction, each as long as the weights."""
         # 1. Normalise the gradient, then clip: the bound applies to the normalised one.
         norm = l2_norm(grad)
         if norm:

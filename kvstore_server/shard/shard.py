@@ -411,7 +411,7 @@ class Shard:
         states = block.states
         for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
             hyper = block.hypers[i]
-            # The chunk may contain only a part of its first and last segment.
+            # 1. Where the run is. The chunk may contain only a part of its first and last segment.
             start, stop = max(states.segments[i][0], place.start), min(block.ends[j - 1], place.stop)
             if optimizer.positioned:
                 name, skipped = self.storage.layouts[block.keys[i]].spec.key, start - states.segments[i][0]
@@ -423,6 +423,7 @@ class Shard:
                     slice(at + numel - start, after - start) for (at, numel), after in rows if after <= stop
                 ]
 
+            # 2. Its weights and gradient: those of the chunk, unless several runs share it; borrowed ones as they lie.
             part, own, given = slice(start, stop), weight, grad
             if part != place:
                 where = slice(start - place.start, stop - place.start)
@@ -431,6 +432,7 @@ class Shard:
                 gradient: Gradient = GradFragments(self._pieces(chunk, i, j, grad, borrowed), cuts=self._cuts)
             else:
                 gradient = given
+            # 3. Update, and keep entries that the optimizer has replaced.
             state = states.view(i, part)
             apply_update(optimizer, own, gradient, state, hyper, padding, scale)
             states.keep(i, j, part, state)
@@ -816,6 +818,10 @@ class Shard:
         return found
 
     def snapshot(self, unit: Unit) -> Undo:
+        """Keep what a unit has now, so that a change of it can be undone: weights, write counters, state and counts.
+
+        With a journal the copies are those in its shadow, which it makes anyway; they hold until the next commit.
+        """
         slots = range(unit.first, unit.end)
         counts = self.counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
         copied: Callable[[Tensor], Tensor] = torch.clone

@@ -392,6 +392,7 @@ class Connection(Transport):
             monitor.close(linger=0)
 
     def reconnect(self, server: int) -> None:
+        """Replace channel and socket of a server that is started again, without blocking; see `Transport`."""
         # 1. The old process's channel, socket and monitor, with all that is on its way.
         if server in self._channels:
             self._lose_channel(server, ConnectionResetError("it is restarted"))

@@ -168,6 +168,7 @@ class Window:
         return True
 
     def sent(self, body: m.RequestBody, priority: int) -> None:
+        """Record a message that was sent: a declared intent begins a round, and a part of a slice is in flight."""
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.DECLARES_INTENT:
             # A declared round begins. Others are not answered in parts, so nothing is held back for them.
             self._is_windowed = not self._stalls.take_skip()
@@ -187,6 +188,7 @@ class Window:
                 progress.sent = part.end
 
     def answered(self, body: m.ReplyBody) -> None:
+        """Record new weights that have come: the parts that they answer are no longer in flight."""
         if not self._slices or not isinstance(body, m.Weights):
             return
         for slot, end in map(m.unpack_slot, body.parts[:, 0].tolist()):

@@ -113,6 +113,7 @@ class FaultyTransport(Transport):
                 self._hold(self._outgoing, delay, (server, copy, priority))
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
+        """Wait up to `timeout` seconds for a reply, after it was dropped, delayed or duplicated at random."""
         deadline = self._clock() + timeout
         while True:
             # 1. What was held back and is due.

@@ -77,6 +77,7 @@ class Round:
         return f"<{'Read' if self.is_read else 'Round'} {number} of tables {shown}: {state}{error}>"
 
     def log(self, state: str, error: BaseException | None = None) -> None:
+        """If debug lines are shown, log a change of the round's state, its tables and who has not answered."""
         log = self.session.log
         if log is None:
             return

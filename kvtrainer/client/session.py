@@ -866,6 +866,7 @@ class SessionTrace:
         self._open: dict[int, _Open] = {}
 
     def sent(self, server: int, number: int, body: m.RequestBody) -> None:
+        """Record a message of a request; the first one begins it, on the lowest free lane."""
         known = self._open.get(number)
         if known is None:
             now = self.trace.clock()

@@ -171,6 +171,15 @@ class MappedSink(WeightSink):
         return memory is None or found.memory == memory.data.data_ptr()
 
     def map(self, slice_: Slice, server: int, location: int, memory: SharedArena, begin: int) -> None:
+        """Map the pages of a slice onto a server's memory in place of the arena's.
+
+        Args:
+            location: Where the server says that the slice is; compared by `is_mapped`.
+            begin: The byte of the slice in `memory`.
+
+        Raises:
+            OSError: The pages do not lie alike in both, the slice exceeds one of them, or the kernel refuses.
+        """
         size = SIZES[slice_.dtype]
         flat, at, nbytes = self._flats[slice_.dtype], slice_.offset * size, slice_.used * size
         first, end = -(-at // PAGE) * PAGE, (at + nbytes) // PAGE * PAGE
@@ -363,6 +372,7 @@ class PrivateSink(WeightSink):
         return there.view(flat.dtype)
 
     def written(self) -> set[int]:
+        """Return the slices (by index) that differ from what was received; pages that do not are dropped."""
         found: set[int] = set()
         for dtype, shown in self._flats.items():
             there, size = self._files[dtype].view(torch.uint8), SIZES[dtype]

@@ -383,6 +383,7 @@ class Tables:
         """Table (index) → its last round that servers are known to have failed."""
 
     def add(self, name: str, plan: Plan) -> RemoteTable:
+        """Add a table in round 0, without a number, slots or versions on any server, and return it."""
         table = RemoteTable(name, plan, len(self.all), self)
         # `held` grows last. If an interrupt comes before, all arrays grow again.
         if self.held.shape[1] <= table.index:

@@ -192,6 +192,11 @@ def parse_range(text: str, name: str) -> tuple[int, int]:
 
 
 def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
+    """Return the rank and the number of workers: as given, else from the variables of the launcher that is found.
+
+    Raises:
+        ConfigurationError: One of them is missing or not an integer, or the rank is not below the number.
+    """
     is_said = rank is not None and num_workers is not None
     source = SOURCES[0] if is_said else _find_launcher(environ) or SOURCES[0]
     (rank_name, rank_text), count_name = source.rank_in(environ), source.count
@@ -218,6 +223,14 @@ def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | 
 def read_servers(
     environ: Mapping[str, str], servers: str | Sequence[str] | None = None
 ) -> tuple[str, ...] | None:
+    """Return the addresses of the servers: as given, else from KVSTORE_SERVERS; None if neither names any.
+
+    Args:
+        servers: Addresses, or a string of them, separated by commas; `@FILE` reads one a line from a file.
+
+    Raises:
+        ConfigurationError: The list is empty, names a server twice, or has something that is no tcp://HOST:PORT.
+    """
     listed = text_of(environ, SERVERS) or None if servers is None else servers
     if listed is None:
         return None

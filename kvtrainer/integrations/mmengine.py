@@ -513,6 +513,7 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(value: Any) -> Any:
+    """Inverse of `encode_value`: rebuilds histories, arrays, counters and tuples in a nested value."""
     if isinstance(value, list):
         return [decode_value(one) for one in value]
     if not isinstance(value, Mapping):

@@ -1,4 +1,14 @@
-"""`kvlaunch`: the command line that starts servers and workers of one job, on this machine or over ssh."""
+"""`kvlaunch`: the command line that starts servers and workers of one job, on this machine or over ssh.
+
+This module only turns arguments into the commands and the environment of processes; `Launcher` (`job.py`) starts them,
+watches them, starts again what may be restarted, and ends them.
+
+- Everything is checked before the first process is started: wrong usage exits with code 2. Otherwise the exit code is
+  that of the first process that failed.
+- Where an option has a variable (in brackets in --help), the option comes first. Options that servers and workers read
+  for themselves are passed on as variables (`_durability_variables`), so that scripts see what the launcher was told.
+- What follows the command's name belongs to the command, even if it looks like an option.
+"""
 
 from __future__ import annotations
 

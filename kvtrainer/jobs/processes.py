@@ -295,6 +295,7 @@ class Stream:
         return True
 
     def feed(self, data: bytes) -> None:
+        """Add data, and emit the lines that it completes; of a line that gets too long, its parts so far."""
         scanned = len(self._buffer)
         if self._buffer.endswith(b"\r"):
             scanned -= 1

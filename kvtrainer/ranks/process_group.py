@@ -289,6 +289,12 @@ class RankGroup:
 
     @contextmanager
     def errors(self, what: str) -> Iterator[None]:
+        """A context that converts errors of the process group; `what` continues "could not … with the other ranks".
+
+        Raises:
+            DeadlineError: The wait was longer than the timeout of the group.
+            WorkerLostError: Any other failure, probably because a rank has ended.
+        """
         try:
             yield
         except (RuntimeError, OSError) as error:

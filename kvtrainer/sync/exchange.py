@@ -362,6 +362,16 @@ class StoreExchange(Exchange):
         return {segment.key for at in slices for segment in self._table.plan.slices[at].segments}
 
     def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
+        """Send gradients, and write new weights to `weights`, or sums to the gradients; blocks until the round ends.
+
+        Args:
+            contribution: Values as arenas, on the device or the host; without tables, which are filled in here.
+            weights: Arenas, by dtype.
+            step: Is told that other workers may apply the round, and whether that is known not to have happened.
+
+        Raises:
+            KVStoreError: As `Rounds.wait`; says which weights here are of two rounds, if any.
+        """
         self._forget_read()
         assert contribution.values is not None
         [arenas] = contribution.values
@@ -440,6 +450,10 @@ class StoreExchange(Exchange):
     def run_without_data(
         self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], client_state: bytes = b""
     ) -> JoinedRound:
+        """Take part in a round of the others without gradients; blocks until it has ended.
+
+        Sums are written to `grads`, or new weights to `weights`, in synchronous rounds only at the end of joining.
+        """
         self._forget_read()
         if self._staging is not None:
             self._staging.wait()  # servers write weights that the device may still read once this worker takes part
@@ -484,6 +498,10 @@ class StoreExchange(Exchange):
     def assign(
         self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES, client_state: bytes = b""
     ) -> None:
+        """Give all workers rank 0's weights and row-sparse `tables`, as a round of its own; blocks until all have them.
+
+        Every worker calls it. In the asynchronous modes barriers keep contributions of other workers out.
+        """
         self._forget_read()
         mine = self._copy_to_host(weights)
         rounds = self._client.rounds

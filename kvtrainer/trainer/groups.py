@@ -357,6 +357,11 @@ def _split_groups(params: Any) -> list[tuple[Group, Named]]:
 
 
 def named_members(params: Any) -> Named:
+    """Return the parameters and their names, if any, of a module, a mapping, or an iterable of parameters or pairs.
+
+    Raises:
+        ConfigurationError: The order is not the same in every process, such as that of a set.
+    """
     is_module = isinstance(params, Module)
     if isinstance(params, DataParallel):
         params = params.named_replicas()
@@ -456,6 +461,11 @@ def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list
 
 
 def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
+    """Return a parameter group with its options under their canonical names, checked for the optimizer.
+
+    Raises:
+        ConfigurationError: An option is unknown or has a wrong value, or it sets the rate that a scheduler decides.
+    """
     kept = {name: group[name] for name in group if name in _LISTS | NOTES}
     options = {name: value for name, value in group.items() if name not in kept}
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:

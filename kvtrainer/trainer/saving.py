@@ -62,6 +62,10 @@ def export_parts(pipeline: StepPipeline) -> dict[str, Any]:
 
 
 def export_trainer_states(pipeline: StepPipeline) -> SavedStates:
+    """Collect what `save_states` writes: optimizer, options, state by parameter, loss scale, schedules and counts.
+
+    The tensors are those in use, not copies.
+    """
     own, optimizer = export_own_states(pipeline), pipeline.groups.optimizer
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
         plain_values, own.tensors[_OPTIMIZER] = shared

@@ -122,6 +122,10 @@ class StepPipeline:
         self.schedules += added
 
     def backward(self, loss: Any) -> None:
+        """Run the backward pass of a loss, scaled by the loss scale and 1 / accumulate; see `Trainer.backward`.
+
+        If `on_nonfinite` asks for that, a loss that is not finite makes the step skip, or fail, on all workers.
+        """
         losses = losses_of(loss)
         if not losses:
             raise ConfigurationError(f"there is no loss in {loss!r:.80}, so there is nothing to learn from")
@@ -222,6 +226,7 @@ class StepPipeline:
         return self.last if closure is None else loss
 
     def allreduce_grads(self) -> None:
+        """Write the gradients' sums over workers to `p.grad`, without an update; see `Trainer.allreduce_grads`."""
         self.refuse_in_join("allreduce_grads()")
         self._refuse_in_store("allreduce_grads()")
         self.binding.check_whole()
@@ -245,6 +250,7 @@ class StepPipeline:
         self.binding.guard.end()
 
     def update(self, batch_size: float | SupportsIndex | None, ignore_stale_grad: bool) -> StepResult:
+        """Update the weights here, by own gradients or the sums of `allreduce_grads`; see `Trainer.update`."""
         self.refuse_in_join("update()")
         self._refuse_in_store("update()")
         self.binding.check_whole()
@@ -671,6 +677,10 @@ class StepPipeline:
             raise
 
     def set_mode(self, mode: str) -> None:
+        """Switch an optimizer that has modes (`train` and `eval`, as schedule-free ones), which changes weights.
+
+        Does nothing for other optimizers. Raises ConfigurationError where it updates key by key.
+        """
         optimizer = self.groups.optimizer
         if not isinstance(optimizer, TorchOptimizer) or not callable(getattr(optimizer.cls, mode, None)):
             return

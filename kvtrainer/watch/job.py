@@ -200,6 +200,7 @@ def _has_inner(name: str, names: Collection[str]) -> bool:
 
 
 def as_values(view: View) -> dict[str, Any]:
+    """Return a view as plain values, for JSON."""
     jobs = []
     for job in view.jobs:
         slowest = job.slowest
