@@ -47,7 +47,14 @@ class MemberChanges:
             raise finished_error(space, rank)
         views.joining.add(rank)
         return DelayedRequest(
-            body.table, rank, waiter, now + body.timeout, body.timeout, False, answer, is_entry=True
+            body.table,
+            rank,
+            waiter,
+            now + body.timeout,
+            body.timeout,
+            is_join=False,
+            answer=answer,
+            is_entry=True,
         )
 
     def leave(self, space: Namespace, rank: int, table: int) -> list[m.Outgoing]:

@@ -42,7 +42,7 @@ class ChunkUndoPlans:
     def begin(self, chunks: Sequence[ReduceChunk]) -> UndoPlan | None:
         """Begin to update chunks one after the other; each is then protected by `protect`, unless it is left out.
 
-        Return None if they have to be protected in another way, because weights have moved or would, or because
+        Returns None if they must be protected otherwise, because weights may have to move (`Storage.may_move`), or
         something else was protected in the same change.
         """
         if self._journal.is_open or self._storage.may_move or not chunks:

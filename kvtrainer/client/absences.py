@@ -16,6 +16,7 @@ PROBE_INTERVAL = 0.5
 socket keeps a probe until it is connected, so the first one is answered as soon as the server is back. The others are
 for messages that get lost, and for connections that nothing answers, as where a host has gone."""
 _MAX_INTERVAL = 8.0
+"""Seconds between two probes at most."""
 _GRACE = 2.0
 """Seconds that a later wait gives a server that has not come back in time."""
 
@@ -38,6 +39,8 @@ class Absence:
 
 
 class Absences:
+    """Which restartable servers are gone, and when each is probed. Times are on the session's clock."""
+
     def __init__(self) -> None:
         self.timeouts: dict[int, float] = {}
         """Server that keeps its state when its process ends → seconds to wait for its next process."""

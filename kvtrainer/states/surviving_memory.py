@@ -212,16 +212,15 @@ class Versions:
         """Forget what was written last, because its round changed nothing."""
         self._slots[1 - self._present][_MARK] = _NONE
 
-    def find(self, round_: int, is_changed: bool = True) -> Version | None:
+    def find(self, round_: int, last_counts: bool = True) -> Version | None:
         """Return what holds before a round, as an earlier process has left it, and go on from there.
 
         Args:
-            is_changed: The round before it counts for this section, as far as it gave something; else it changed
-                nothing.
+            last_counts: Whether the round before it counts, so that what was written in it holds.
         """
         marks = [int(slot[_MARK]) for slot in self._slots]
         fit = [mark for mark in marks if 0 <= mark <= round_]
-        if not is_changed and any(mark < round_ for mark in fit):
+        if not last_counts and any(mark < round_ for mark in fit):
             fit = [mark for mark in fit if mark < round_]
         if not fit:
             return None
