@@ -78,6 +78,11 @@ test-full: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m pytest -m chaos tests/chaos -n auto --maxprocesses 4 --max-worker-restart 0
 
+# Ten thousand schedules of servers and workers that die, simulated; SCHEDULES="300 10000" plays 300 from seed 10000 on.
+.PHONY: simulation
+simulation: $(READY)
+	$(BIN)/python -m tests.sim.many $(SCHEDULES)
+
 # A job of MINUTES in which something dies or pauses every five seconds: memory and descriptors must stay as they are.
 soak: $(READY)
 	$(BIN)/python -m tests.chaos.soak $(or $(MINUTES),30)

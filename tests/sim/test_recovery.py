@@ -7,34 +7,21 @@ A failing schedule is reported with its seed and the shortest part of it that fa
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable
-
 import numpy as np
 import pytest
 
-from tests.sim.model import Violation
+from tests.sim.many import play_all, report
 from tests.sim.mutants import mutated
-from tests.sim.recovery import (
-    CASES,
-    RANKS,
-    ROUNDS,
-    every_place,
-    fails,
-    gradient,
-    play,
-    schedule,
-    shortest,
-    undisturbed,
-)
+from tests.sim.recovery import CASES, fails, play, schedule, shortest, undisturbed
 from tests.sim.recovery_mutants import RECOVERY, SHOWN_BY
+from tests.sim.recovery_process import RANKS, ROUNDS, digest, every_place, gradient
 from tests.sim.workers import tiny_slices
 
 SEEDS, BLOCK = 10_000, 500
 FIRST = 60
 """Schedules in `make test`; all others run with `make test-full`."""
 MUTANT_SEEDS = 40
-EVERYTHING = {"killed", "replaced", "restarted", "lose", "repeat", "overtake", "computed"}
+EVERYTHING = {"killed", "replaced", "restarted", "crashed", "lose", "repeat", "overtake", "computed"}
 """What must happen in every block of schedules."""
 
 
@@ -46,30 +33,22 @@ def references() -> None:
             undisturbed(case)
 
 
-def run(seeds: range) -> Counter[Hashable]:
-    seen: Counter[Hashable] = Counter()
-    for seed in seeds:
-        try:
-            seen += play(seed)
-        except Exception as error:
-            raise Violation(f"seed {seed}: {error}\nThe shortest that fails: {shortest(seed)}") from error
-    return seen
-
-
 @pytest.mark.parametrize(
     "first", [0, *[pytest.param(at, marks=pytest.mark.full) for at in range(0, SEEDS, BLOCK)]]
 )
 def test_every_job_ends_with_the_same_bits(first: int, request: pytest.FixtureRequest) -> None:
     is_full = request.node.get_closest_marker("full") is not None
-    assert set(run(range(first, first + (BLOCK if is_full else FIRST)))) >= EVERYTHING
+    played = play_all(range(first, first + (BLOCK if is_full else FIRST)))
+    assert not played.failed, report(played.failed)
+    assert set(played.seen) >= EVERYTHING
 
 
 def test_a_job_in_which_nothing_happens_has_the_weights_of_a_loop_over_numpy_arrays() -> None:
     with tiny_slices():
-        weights = {place: gradient(0, 0, place, {}) for place in every_place()}
+        weights = {place: gradient(0, 0, place, digest({})) for place in every_place()}
         memory = {place: np.zeros_like(values) for place, values in weights.items()}
         for round_ in range(1, ROUNDS + 1):
-            seen = {place: values.tobytes() for place, values in weights.items()}
+            seen = digest({place: values.tobytes() for place, values in weights.items()})
             for place in every_place():
                 given = [gradient(rank, round_, place, seen) for rank in range(RANKS)]
                 memory[place] = np.float32(0.5) * memory[place] + sum(given[1:], given[0])

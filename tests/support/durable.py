@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from kvstore_server import failpoints
@@ -55,21 +55,23 @@ class Crash(BaseException):
 
 
 @contextmanager
-def crash_at(*points: tuple[str, int]) -> Iterator[None]:
-    """Raise Crash in the block where failpoints are reached for the nth time."""
+def crashes(points: Failpoints) -> Iterator[None]:
+    """Raise Crash in the block where one of these points fires; they go on counting in the next block."""
 
     def crash(at: str) -> None:
         raise Crash(at)
 
     actions, armed = failpoints.ACTIONS["kill"], failpoints._armed
-    failpoints.ACTIONS["kill"], failpoints._armed = (
-        crash,
-        Failpoints([ArmedPoint(name, None, nth) for name, nth in points]),
-    )
+    failpoints.ACTIONS["kill"], failpoints._armed = crash, points
     try:
         yield
     finally:
         failpoints.ACTIONS["kill"], failpoints._armed = actions, armed
+
+
+def crash_at(*points: tuple[str, int]) -> AbstractContextManager[None]:
+    """Raise Crash in the block where failpoints are reached for the nth time."""
+    return crashes(Failpoints([ArmedPoint(name, None, nth) for name, nth in points]))
 
 
 def durable_engine(
