@@ -221,7 +221,7 @@ class Job:
         for member in self.members:
             member.close()
 
-    def run(self, events: Iterator[Event] | None = None, seconds: float = 60.0) -> Outcome:
+    def run(self, events: Iterator[Event] | None = None, seconds: float = LIMIT) -> Outcome:
         """Run the job until all workers have ended well; what comes of it.
 
         Args:

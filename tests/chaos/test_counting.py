@@ -11,24 +11,27 @@ import pytest
 
 from tests.chaos.jobs import SERVERS, Event, Job
 from tests.chaos.test_random import go_on, kill, pause
+from tests.support.limits import JOB_LIMIT, LIMIT
 
-FEW, MANY = 200, 12_500
+FEW, MANY = 100, 12_500
 """Pushes of each worker."""
+DEATHS = 300
+"""And pauses, at most: a slow machine has no more of them for each push."""
 
 
-def events(seed: int, workers: int) -> Iterator[Event]:
-    """Deaths and pauses of servers and workers, as long as the job takes."""
+def events(seed: int, workers: int, every: float) -> Iterator[Event]:
+    """Deaths and pauses of servers and workers, so many seconds from each other or less."""
     draw = random.Random(seed)
-    while True:
-        at = draw.randrange(SERVERS + workers)
+    for _ in range(DEATHS):
+        at, after = draw.randrange(SERVERS + workers), draw.uniform(0.3, 1.0) * every
         if draw.random() < 0.8:
-            yield draw.uniform(0.3, 1.0), partial(kill, at=at)
+            yield after, partial(kill, at=at)
         else:
-            yield draw.uniform(0.3, 1.0), partial(pause, at=at)
-            yield draw.uniform(0.1, 0.5), partial(go_on, at=at)
+            yield after, partial(pause, at=at)
+            yield draw.uniform(0.1, 0.5) * every, partial(go_on, at=at)
 
 
-def check(kvstore: str, workers: int, pushes: int, folder: Path, seconds: float) -> None:
+def check(kvstore: str, workers: int, pushes: int, folder: Path, seconds: float, every: float) -> None:
     (folder / "done").write_bytes(bytes(8 * workers))
     with Job(
         kvstore,
@@ -39,17 +42,17 @@ def check(kvstore: str, workers: int, pushes: int, folder: Path, seconds: float)
         workers=workers,
         module="tests.chaos.counting",
     ) as job:
-        outcome = job.run(events(len(kvstore), workers), seconds)
+        outcome = job.run(events(len(kvstore), workers, every), seconds)
     assert outcome.results == [f"{workers * pushes}.0"] * workers
     assert sum(outcome.starts.values()) > len(outcome.starts), "nobody died"
 
 
 @pytest.mark.parametrize("kvstore", ["dist_async", "dist_ssp"])
 def test_every_push_counts_once_although_servers_and_workers_die(kvstore: str, tmp_path: Path) -> None:
-    check(kvstore, 3, FEW, tmp_path, 120.0)
+    check(kvstore, 3, FEW, tmp_path, LIMIT, 0.3)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("kvstore", ["dist_async", "dist_ssp"])
 def test_a_hundred_thousand_pushes_count_once_each(kvstore: str, tmp_path: Path) -> None:
-    check(kvstore, 8, MANY, tmp_path, 1000.0)
+    check(kvstore, 8, MANY, tmp_path, JOB_LIMIT, 1.0)

@@ -186,12 +186,17 @@ SURVIVING = ["2bit", "topk", "worker_update"]
 """Trainings in which workers have state of their own, which outlives them."""
 
 
+OF_WORKERS = [at for at in EVERY if at[0].startswith("worker.") and PLACES[at[0]].case == "momentum"]
+NO_OPTIMIZER = ("worker_update", "worker.optimizer.next")
+"""Where workers update, servers have none."""
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("name", "when"), [at for at in EVERY if at[0].startswith("worker.") and PLACES[at[0]].case == "momentum"]
+    ("case", "name", "when"),
+    [(case, *at) for case in SURVIVING for at in OF_WORKERS if (case, at[0]) != NO_OPTIMIZER],
 )
-@pytest.mark.parametrize("case", SURVIVING)
 def test_what_a_worker_has_alone_outlives_it(
     case: str, name: str, when: str, way: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
