@@ -20,7 +20,7 @@ from torch import nn, optim
 from kvtrainer.amp import GradScaler
 from kvtrainer.common.env import host_towards, local_rank, name_host, read_servers
 from kvtrainer.config import wrapper_arguments
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, WorkerLostError
 from kvtrainer.kvstore import create
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, agreement_of, environment
@@ -127,6 +127,7 @@ def become_ranks(
 
     Raises:
         ConfigurationError: The job has several processes that the store does not connect, or this one has another rank.
+        WorkerLostError: An earlier process of this rank was in the group, which takes in no other.
     """
     name = kvstore.type if isinstance(kvstore, KVStoreBase) else kvstore
     if agreement.size == 1 and processes > 1:
@@ -146,13 +147,25 @@ def become_ranks(
 
 
 def _make_group(agreement: Agreement, servers: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Create the group. Rank 0 listens on its address towards the servers, and broadcasts it over the store."""
-    listener, told = None, b""
+    """Create the group. Rank 0 listens on its address towards the servers, and tells it over the store."""
+    # 1. Tell where rank 0 listens. A process that was started again is told what its predecessor said.
+    listener, told = None, os.urandom(16)
     if agreement.rank == 0:
         host = host_towards(servers[0])  # loopback if the servers are on this host
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         told = f"{host} {listener.getsockname()[1]}".encode()
-    host, port = agreement.broadcast(told).decode().split()
+    heard = agreement.all_gather(told)
+    if heard[agreement.rank] != told:
+        if listener is not None:
+            listener.close()
+        raise WorkerLostError(
+            f"an earlier process of rank {agreement.rank} has ended, and its successor cannot take its place: the "
+            "workers of this framework are also ranks of a torch.distributed group, which takes in no other process. "
+            "Start the job again from its last checkpoint. kvtrainer.Strategy, and a loop of your own with "
+            "Trainer.resume(), need no such group: their workers come back"
+        )
+    # 2. Meet there.
+    host, port = heard[0].decode().split()
     timeout = options.get("timeout", datetime.timedelta(minutes=5))
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,

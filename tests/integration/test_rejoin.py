@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kvtrainer
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.integrations.workers import Workers
 from kvtrainer.utils import ResumableBatches, get_random_state, set_random_state
-from tests.support.jobs import Job, Results, run_job, run_with_deaths
+from tests.support.jobs import Job, Results, error_of, run_job, run_with_deaths
 
 WORKERS, EPOCHS, BATCHES = 2, 3, 4
 
@@ -164,3 +165,22 @@ def test_something_else_than_a_place_in_batches_is_refused(state: Any) -> None:
     with pytest.raises(ConfigurationError):
         batches.load_state_dict(state)
     assert list(batches) == [1, 2]
+
+
+def in_a_group(rank: int, workers: int) -> Results:
+    """A loop as a framework's, whose workers are also ranks of torch.distributed."""
+
+    def train() -> None:
+        place, net = Workers("dist_sync"), model()
+        with place.trainer_of(torch.optim.SGD(net.parameters(), lr=0.1), net) as trainer:
+            for _ in range(4):
+                net(torch.ones(2, 6)).sum().backward()
+                trainer.step()
+
+    return {"told": error_of(train)}
+
+
+def test_a_successor_is_told_that_a_group_of_torch_distributed_does_not_take_it_in(tmp_path: Path) -> None:
+    told = run_with_deaths(in_a_group, tmp_path, "worker.round.begin@1:4", 2, 1)["told"]
+    assert [one.partition(":")[0] for one in told] == ["WorkerLostError"] * 2
+    assert "torch.distributed" in told[1]
