@@ -408,6 +408,11 @@ class Binding:
         if self.exchange is None:
             self._pending = self._pending and self._pending.moved(places)
             return
+        if self.is_resumable:
+            _log.warning(
+                "parameters were added or removed after resume(): a worker that dies from now on cannot come back; add "
+                "them before the first step"
+            )
         residuals = self.residuals()
         self._pending = residuals and residuals.moved(places)
         self._earlier_updates = max(self.version, 0)

@@ -155,7 +155,10 @@ def _check_resumable(pipeline: StepPipeline) -> bool:
             "type of compression_params out"
         )
     if selection.is_hierarchical:
-        raise ConfigurationError("resume() is not possible with hierarchy=True; leave one of them out")
+        raise ConfigurationError(
+            "resume() is not possible with hierarchy=True: a worker that dies takes with it what its host has summed; "
+            "leave one of them out"
+        )
     return keeps_back or updates_here
 
 

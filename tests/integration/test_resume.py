@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -364,8 +365,11 @@ def test_a_successor_on_another_host_is_told_that_what_it_needs_is_not_there(tmp
 
 
 def adding(rank: int, workers: int) -> Results:
-    """A loop that adds parameters before its third step."""
-    net = model()
+    """A loop that adds parameters before its third step, and counts the warnings about that."""
+    net, warned = model(), list[logging.LogRecord]()
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = warned.append  # type: ignore[method-assign]
+    logging.getLogger("kvtrainer.sync.binding").addHandler(heard)
 
     def train() -> None:
         with kvtrainer.Trainer(net[0].parameters(), "sgd", kvstore="dist_sync") as trainer:
@@ -376,15 +380,15 @@ def adding(rank: int, workers: int) -> Results:
                 net(torch.ones(1, 40)).square().mean().backward()
                 trainer.step(1)
 
-    return {"told": error_of(train).partition(":")[0]}
+    return {"told": error_of(train).partition(":")[0], "warned": len(warned)}
 
 
-@pytest.mark.parametrize(("nth", "told"), [(2, "nothing"), (6, "WorkerLostError")])
+@pytest.mark.parametrize(("nth", "told", "warned"), [(2, "nothing", 1), (6, "WorkerLostError", 0)])
 def test_a_successor_is_told_that_it_has_not_the_parameters_that_were_added(
-    nth: int, told: str, tmp_path: Path
+    nth: int, told: str, warned: int, tmp_path: Path
 ) -> None:
-    point = f"worker.round.committed@0:{nth}"
-    assert run_with_deaths(adding, tmp_path, point, 1, 1)["told"] == [told]
+    job = run_with_deaths(adding, tmp_path, f"worker.round.committed@0:{nth}", 1, 1)
+    assert (job["told"], job["warned"]) == ([told], [warned])
 
 
 @pytest.mark.parametrize("kvstore", [None, "local", "device"])

@@ -12,9 +12,12 @@ from torch.nn import Parameter
 
 from kvstore_server.engine.agreed_options import pack_hypers
 from kvtrainer import Trainer, kvstore
+from kvtrainer.client.tables import Takeover
 from kvtrainer.errors import DeadlineError, KVStoreError
 from kvtrainer.options.stages import GradientLimits
 from kvtrainer.sync.binding import SentOptions
+from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord
+from kvtrainer.sync.exchange import StoreExchange
 
 
 class Recorder(kvstore.KVStoreBase):
@@ -283,3 +286,38 @@ def test_what_fails_to_close_leaves_nothing_else_open(monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="no"):
         trainer.close()
     assert link._client._session.is_closed
+
+
+def record(kind: str, round_: int) -> bytes:
+    return ClientRecord(kind, round_, round_, {}, b"").pack()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_sum"),
+    [((STEP, ASSIGNED), True), ((ASSIGNED, STEP), False), ((STEP, STEP), True), ((STEP,), False)],
+)
+def test_what_held_before_a_lost_commit_goes_where_it_belongs(
+    kinds: tuple[str, ...], is_sum: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum to the gradients, assigned and first values to the weights; a round of the other kind was expected."""
+    trainer = Trainer(zeros(), "sgd", kvstore=kvstore.LocalKVStore(), update_on_kvstore=False)
+    binding, memory = trainer._pipeline.binding, trainer._pipeline.memory
+    memory.allocate()
+    binding._open_store()
+    assert binding._client is not None
+    exchange = StoreExchange(binding._client, memory.plan, None)
+    states = [record(kind, at) for at, kind in enumerate(kinds, 1)]
+    exchange._table.takeover = Takeover({0: len(kinds)}, {0: states})
+
+    def resume(weights: Any, guard: Any, joined: bool = False) -> None:
+        exchange._table.takeover = Takeover({0: len(kinds) - 1}, {0: states})
+        for flat in weights.values():
+            flat.fill_(7.0)
+
+    monkeypatch.setattr(exchange, "resume", resume)
+    binding.exchange = exchange
+    binding._place_weights(memory, GradientLimits())
+    target = memory.arena.grads if is_sum else memory.arena.weights
+    assert all(bool((flat == 7.0).all()) for flat in target.values())
+    assert binding.resumed is not None
+    assert binding.resumed.round == len(kinds) - 1
