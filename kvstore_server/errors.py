@@ -13,6 +13,7 @@
     │   ├── ConnectTimeoutError              no server answered at that address
     │   └── ServerUnreachableError           a server stopped answering in the middle of the job
     ├── WorkerLostError                      a member of the round left, died or was not heard from
+    │   └── PartialCommitError               it had committed the round to some servers only
     ├── RoundAbortedError                    a member raised in the middle of the round
     ├── FencedError                          this process may not speak for the rank, or no longer
     ├── ServerLostState                      the server was restarted and no longer holds this job
@@ -90,6 +91,13 @@ class WorkerLostError(KVStoreError):
     """A worker that a round or a barrier needs has left, died or fallen silent."""
 
 
+class PartialCommitError(WorkerLostError):
+    """A worker was lost when some servers had its contribution to a round, and others had not.
+
+    It counts nowhere: servers that have applied it take it back, and the others make the round again.
+    """
+
+
 class RoundAbortedError(KVStoreError):
     """A worker raised in the middle of a round, so no contribution to it was applied."""
 
@@ -137,6 +145,7 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
         ConnectTimeoutError,
         ServerUnreachableError,
         WorkerLostError,
+        PartialCommitError,
         RoundAbortedError,
         FencedError,
         ServerLostState,

@@ -15,7 +15,15 @@ from kvstore_server.engine.namespace import EngineConfig, Namespace
 from kvstore_server.engine.rounds import DelayedRequest, Waiter
 from kvstore_server.engine.table import ALL
 from kvstore_server.engine.views import MemberView, Views
-from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError, WorkerLostError, to_wire
+from kvstore_server.errors import (
+    ConfigurationError,
+    FencedError,
+    KVStoreError,
+    PartialCommitError,
+    ProtocolError,
+    WorkerLostError,
+    to_wire,
+)
 from kvstore_server.protocol import messages as m
 
 _log = logging.getLogger(__name__)
@@ -191,16 +199,8 @@ def check_view(space: Namespace, rank: int, waiter: Waiter, body: m.Contribute) 
         is_last = round_ == opened - 1 and shared.was_applied(number, round_)
         if not (is_last and views.is_conflict(view.number)):
             return None
-        error = WorkerLostError(
-            f"round {round_} of {space.tables[number].name!r} was applied on server {space.config.server} with a "
-            f"contribution that other servers never got, because its worker was lost in between; the servers are one "
-            "round apart. Restart the job from its last saved states"
-        )
-        return [
-            m.Outgoing(
-                waiter.peer, m.Reply(waiter.number, m.Failed(*to_wire(error), number, round_, round_ + 1))
-            )
-        ]
+        failed = m.Failed(*to_wire(_take_back_partial(space, number)), number, round_, round_ + 1)
+        return [m.Outgoing(waiter.peer, m.Reply(waiter.number, failed))]
     # 2. It is open, or will be: its members are those of the present view.
     if view.number < views.current.number or (space.is_coordinator and view.number > views.current.number):
         return tell_members(space, waiter)
@@ -209,6 +209,25 @@ def check_view(space: Namespace, rank: int, waiter: Waiter, body: m.Contribute) 
         _follow_view(space, views.adopt(view))
         _forget_commits(space)
     return None
+
+
+def _take_back_partial(space: Namespace, number: int) -> KVStoreError:
+    """Take the last round back, which the coordinator ends under a later view; return the error of its members.
+
+    No worker has finished it: the coordinator had not applied it when it made that view, and who has committed under it
+    waits for the answers to that.
+    """
+    table, shared = space.tables[number], space.rounds.shared
+    what = (
+        f"round {shared.number(number) - 1} of {table.name!r} was applied on server {space.config.server} with a "
+        "contribution that other servers never got, because its worker was lost in between"
+    )
+    partial_commit = PartialCommitError(f"{what}; it is taken back")
+    if space.take_back(shared, table, ALL, partial_commit):
+        return partial_commit
+    return WorkerLostError(
+        f"{what}; the servers are one round apart. Restart the job from its last saved states"
+    )
 
 
 def _follow_view(space: Namespace, gone: Iterable[int]) -> None:
@@ -226,7 +245,7 @@ def _follow_view(space: Namespace, gone: Iterable[int]) -> None:
 def _forget_commits(space: Namespace) -> list[tuple[int, Waiter]]:
     [table] = space.tables
     pipelined.roll_back(space, table)
-    table.fail(ALL)
+    table.held = None  # the round before may still have to be taken back
     space.forget_absent([table.number])
     assert space.views is not None
     return space.rounds.shared.change_members(table.number, space.views.current.ranks)

@@ -65,6 +65,7 @@ from kvstore_server.errors import (
     FencedError,
     KeyNotFoundError,
     KVStoreError,
+    PartialCommitError,
     PlanMismatchError,
     ProtocolError,
     RecoveryError,
@@ -798,21 +799,19 @@ class Engine:
 
     def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
         space, rank, table = sender.space, sender.rank, sender.space.table(abort.table)
-        error = RoundAbortedError(
+        kind = PartialCommitError if abort.is_partial else RoundAbortedError
+        error = kind(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason[:MAX_REASON]}"
         )
         tracker = space.rounds.tracker(rank, table.number, abort.round)
         tracker.of(rank)
         whose = ALL if tracker is space.rounds.shared else rank
-        number, stands = tracker.number(table.number), tracker.was_applied(table.number, abort.round)
-        out = []
+        number, out = tracker.number(table.number), list[m.Outgoing]()
         if abort.round == number:
             out += self._fail(space, tracker, table, error)
         # Another server failed the round that this one has applied: undo it while no slice of the next has arrived.
-        elif abort.undo and abort.round == number - 1 and stands and table.undo(whose):
-            tracker.undo(table.number, error)
-            space.note_tables([table.number])
-            space.log_rounds("undone", tracker, [table], rank, error, back=1)
+        elif abort.undo and abort.round == number - 1:
+            space.take_back(tracker, table, whose, error, rank)
         for wait in space.waits.take(
             lambda wait: (wait.table, wait.rank, wait.round) == (table.number, rank, abort.round)
         ):
@@ -927,6 +926,13 @@ class Engine:
         lost = None
         if not self._awaits_coordinator(space, pending, now):
             lost = space.membership.lost_error(pending.missing, what, now, self.config.dead_after)
+        if lost is not None and space.views is not None and not space.is_coordinator:
+            # The coordinator has not gone on without the rank, so it has the rank's commit.
+            who = space.membership.describe_all(pending.missing, now)
+            return PartialCommitError(
+                f"{what} lacks a contribution on server {self.config.server} that other servers have, because its "
+                f"worker was lost in between: {who}"
+            )
         if lost is not None or now < pending.deadline:
             return lost
         who = space.membership.describe_all(pending.missing, now)

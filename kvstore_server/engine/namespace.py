@@ -390,6 +390,10 @@ class Namespace:
         number = len(self.tables)
         table = Table(number, register.table, plan, self.config.server, workers, self.shard, self.mode, codec)
         self._track_reads_if_needed([table])
+        # Other servers may have to go on without a rank that has committed a round here. With a journal, the former
+        # values are kept anyway, unless only some rows change.
+        is_shared = self.views is not None and len(plan.servers) > 1
+        self.shard.keeps_undos |= is_shared and self.changes is not None and not plan.has_row_sparse
         self.tables.append(table)
         # 5. Number its slices, and open its first round.
         slots, storage = range(table.unit.first, table.unit.end), self.shard.storage
@@ -604,6 +608,24 @@ class Namespace:
             return f"the entry of rank {wait.rank} at the end of {self.open_round(wait.table)}"
         return f"{'the end' if wait.is_join else 'a read'} of {self.tables[wait.table].name!r} by rank {wait.rank}"
 
+    def take_back(
+        self, tracker: RoundTracker, table: Table, whose: int, error: KVStoreError, rank: int | None = None
+    ) -> bool:
+        """Turn the last round of a rank, or of ALL, into a failed one, if it was applied and can be undone.
+
+        Args:
+            rank: Who asked for that.
+        """
+        number = tracker.number(table.number)
+        # What a rank that has joined with the next round got are the weights after this one.
+        has_begun = self.views is not None and number in self.views.since.values()
+        if has_begun or not tracker.was_applied(table.number, number - 1) or not table.undo(whose):
+            return False
+        tracker.undo(table.number, error)
+        self.note_tables([table.number])
+        self.log_rounds("undone", tracker, [table], rank, error, back=1)
+        return True
+
     def forget_absent(self, tables: Collection[int]) -> None:
         self.absent = {where: keys for where, keys in self.absent.items() if where[0] not in tables}
 
@@ -773,7 +795,8 @@ class Namespace:
 
         True for a plain sum of all keys in a synchronous round, with commits that ask for the same in all tables.
         """
-        if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
+        may_be_undone = self.shard.keeps_undos or (optimizer is not None and optimizer.may_raise)
+        if not self.mode.is_sync or may_be_undone or self.recording.active:
             return [False] * len(batch.number_list)
         with_absent_keys = {number for number, _ in self.absent} if self.absent else ()
         found = [

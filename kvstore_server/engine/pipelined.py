@@ -324,6 +324,8 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
     table.shard.release_former(table.unit)
     table.shard.count([table.unit])
     table.changed(state.hyper)
+    if state.undo is not None:
+        table.shard.keep_undo(table.unit, state.undo)
     return out
 
 

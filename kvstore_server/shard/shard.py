@@ -101,6 +101,8 @@ class Shard:
         """Whether changes have to be recorded, because they are asked for."""
         self.undos: dict[Unit, Undo] = {}
         """How to undo the last update of a unit, where that is possible."""
+        self.keeps_undos = False
+        """Whether that has to be possible for optimizers that cannot raise, too."""
 
     def add(self, plan: Plan, server: int = 0, memory: Mapping[str, Tensor] | None = None) -> Unit:
         """Add the slices of a plan that belong to `server`, with weights of zero.
@@ -261,9 +263,10 @@ class Shard:
         """
         units = self.units if units is None else units
         failpoint("server.update.begin")
-        for unit in units if optimizer.may_raise or self.undos else ():
+        keeps_undos = optimizer.may_raise or self.keeps_undos
+        for unit in units if keeps_undos or self.undos else ():
             self.undos.pop(unit, None)
-            if optimizer.may_raise:
+            if keeps_undos:
                 self.undos[unit] = self.snapshot(unit)
         try:
             # Entering no_grad takes as long as a small sum, so it is skipped where gradients are off, as in servers.
@@ -802,6 +805,11 @@ class Shard:
         if self._journal is not None:
             self._journal.release(unit)
             self.storage.note_protected(unit.first, unit.end)  # since one and the same change
+
+    def keep_undo(self, unit: Unit, former: Undo) -> None:
+        """Let the changes since `hold_former` be undone until the next one, if `keeps_undos`."""
+        if self.keeps_undos and self._journal is not None:
+            self.undos[unit] = former._replace(change=self._journal.number)
 
     def _tensors_of(self, unit: Unit) -> list[Tensor]:
         """Return all memory that a change of the unit can write: weights, counters and optimizer state."""

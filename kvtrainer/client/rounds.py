@@ -30,8 +30,8 @@ from kvstore_server.engine.views import MemberView
 from kvstore_server.errors import (
     FencedError,
     KVStoreError,
+    PartialCommitError,
     RoundAbortedError,
-    WorkerLostError,
     describe,
     from_wire,
     to_wire,
@@ -165,6 +165,8 @@ class Rounds:
                     session.send(request.server, request.number, body, priority)
                 commits.append((request, commit))
                 failpoint("worker.round.next_slices")
+            # If members are lost in between, the others hear it soonest from the server that decides about them.
+            commits.sort(key=lambda one: one[0].server == round_.coordinator)
             failpoint("worker.round.commit")
             for request, commit in commits:
                 session.send(request.server, request.number, commit, priority)
@@ -543,7 +545,13 @@ class Rounds:
     def _abort_early(self, request: ServerRequest, at: int, error: BaseException | None) -> None:
         """Abort the round of a table on a server that has not answered yet, because another one has failed it."""
         number = int(request.layout.commits[at, 0])
-        abort = m.Abort(number, request.layout.tables[at].round, describe(error), undo=False)
+        abort = m.Abort(
+            number,
+            request.layout.tables[at].round,
+            describe(error),
+            False,
+            isinstance(error, PartialCommitError),
+        )
         self._session.send(request.server, self._session.next_number(), abort)
 
     # ---------------------------------------------------------------- members that change
@@ -563,23 +571,24 @@ class Rounds:
         table, session = request.layout.tables[at], self._session
         if table.view is None or told.view <= table.view.number:
             return
-        # 1. This rank is not a member any more, or a server has ended the round with the former members.
+        # 1. This rank is not a member any more, or a server has ended the round with the former members. Here it is
+        # still open then, until it is given up everywhere.
         error: KVStoreError | None = None
+        following = told.round + 1
         if session.options.rank not in told.ranks:
             error = FencedError(
                 f"the others go on without rank {session.options.rank}: ranks {list(told.ranks)} are left. Start the "
                 "worker again, so that it joins"
             )
         elif any(one not in round_.open for one, _ in round_.server_requests_of(table)):
-            error = WorkerLostError(
+            following = -1
+            error = PartialCommitError(
                 f"round {table.round} of {table.name!r} has ended on a server with ranks {list(table.view.ranks)}, and "
-                f"another one goes on with {list(told.ranks)}: a worker was lost between its commits to them. Restart "
-                "the job from its last saved states"
+                f"another one goes on with {list(told.ranks)}: a worker was lost between its commits to them"
             )
         if error is not None:
-            self._receive_failure(
-                round_, request, m.Failed(*to_wire(error), told.table, told.round, told.round + 1)
-            )
+            failed = m.Failed(*to_wire(error), told.table, told.round, following)
+            self._receive_failure(round_, request, failed)
             return
         failpoint("worker.members.changed")
         # 2. Answers to the former commits do not count any more.
@@ -710,7 +719,7 @@ class Rounds:
             # Who interrupts does not want to wait for a server that is being restarted.
             awaits_restarts = error is None or isinstance(error, Exception)
             lost_tables = [table for table in tables if table.index in lost]
-            self._give_up(round_, lost_tables, describe(error), awaits_restarts)
+            self._give_up(round_, lost_tables, error, awaits_restarts)
         for index in own_tables:  # last: one that is over and open was interrupted as it ended
             del self.open[index]
         failpoint("worker.round.end")
@@ -737,7 +746,11 @@ class Rounds:
             all_tables.staleness[list(ages)] = list(ages.values())
 
     def _give_up(
-        self, round_: Round, tables: Sequence[RemoteTable], reason: str, awaits_restarts: bool
+        self,
+        round_: Round,
+        tables: Sequence[RemoteTable],
+        error: BaseException | None,
+        awaits_restarts: bool,
     ) -> None:
         """Abort rounds on all servers; if one has applied what another has failed, have it undone."""
         # 1. Which servers have failed the round already.
@@ -752,32 +765,37 @@ class Rounds:
                     was_applied[table.name, request.server] = False  # the server has said so already
         # 2. Abort it on the others, which answer whether they had applied it.
         unknown = [p for p in pairs if (p[0].name, p[1]) not in was_applied]
-        was_applied |= self._abort(unknown, reason, False, awaits_restarts)
+        was_applied |= self._abort(unknown, error, False, awaits_restarts)
         # 3. Undo it where it was applied, but only if another server has failed it for certain: then no worker can have
         # finished it.
         lost = {name for (name, _), applied_there in was_applied.items() if applied_there is False}
         half_applied = [p for p in pairs if was_applied[p[0].name, p[1]] and p[0].name in lost]
-        was_applied |= self._abort(half_applied, reason, True, awaits_restarts)
+        was_applied |= self._abort(half_applied, error, True, awaits_restarts)
         for table in tables:
             # 4. A table whose servers may not agree is broken; all others go on with the next round.
             outcome = {
                 self._session.describe(server): was_applied[table.name, server] for server in table.numbers
             }
-            error = _half_applied_error(table, outcome, reason)
-            if error is not None:
-                self.tables.broken[table.index] = error
+            differs = _half_applied_error(table, outcome, describe(error))
+            if differs is not None:
+                self.tables.broken[table.index] = differs
             if not all(outcome.values()):
                 self.tables.failed[table.index] = table.round
             self.tables.round[table.index] = max(table.round + 1, *following.get(table.name, ()), -1)
 
     def _abort(
-        self, rounds: Sequence[tuple[RemoteTable, int]], reason: str, undo: bool, awaits_restarts: bool
+        self,
+        rounds: Sequence[tuple[RemoteTable, int]],
+        error: BaseException | None,
+        undo: bool,
+        awaits_restarts: bool,
     ) -> dict[tuple[str, int], bool | None]:
         """Abort the present rounds of (table, server) pairs, and undo them if they were applied.
 
         Returns for each whether the server still counts it as applied; None if it did not answer.
         """
-        requests = [(server, m.Abort(t.numbers[server], t.round, reason, undo)) for t, server in rounds]
+        why = describe(error), undo, isinstance(error, PartialCommitError)
+        requests = [(server, m.Abort(t.numbers[server], t.round, *why)) for t, server in rounds]
         answers = self._session.ask_all(requests, GIVE_UP_TIMEOUT, awaits_restarts)
         # A server that refuses this worker has nothing of it.
         return {

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvstore_server.engine.agreed_options import pack_hypers
 from kvstore_server.engine.memory import return_free_memory
+from kvstore_server.errors import PartialCommitError
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.client.client import Client
@@ -430,7 +431,7 @@ class Binding:
         absent: frozenset[int],
         veto: bool,
         limits: GradientLimits,
-        client_state: bytes = b"",
+        describe_state: Callable[[], bytes] | None = None,
         mean: tuple[float, int] | None = None,
     ) -> RoundResult:
         """Run one round of the gathered gradients, scaled. Raises before or after the round, never in between.
@@ -440,7 +441,7 @@ class Binding:
             absent: The keys without a gradient here.
             veto: Whether a gradient here forbids the update on all workers.
             limits: What is checked of the sum; by the store if it updates in synchronous rounds.
-            client_state: What the successor of this process gets if this is its last round.
+            describe_state: Packs what the successor of this process gets if this is its last round.
             mean: See `Contribution`.
 
         Raises:
@@ -452,14 +453,14 @@ class Binding:
         if self._overlap is not None:
             self._overlap.begin_round()
         arena, contribution = layout.arena, self._contribution(layout, options, scale, absent, veto, limits)
-        if client_state:
-            contribution = contribution._replace(client_state=client_state)
+        if describe_state is not None:
+            contribution = contribution._replace(client_state=describe_state())
         if mean is not None and self.holder is not None and not self.holder.are_members_fixed:
             contribution = contribution._replace(mean=mean)
         self.guard.begin()
         try:
             # 2. The round. Residuals of replicas move on only if it was applied.
-            outcome = self.exchange.run(contribution, arena.weights, self.guard)
+            outcome = self._run(contribution, arena.weights, describe_state)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept()
         except BaseException as error:
@@ -479,6 +480,21 @@ class Binding:
             if not layout.has_replicas:
                 arena.zeros = frozenset([key for _, key in contribution.rows])
         return outcome
+
+    def _run(
+        self, contribution: Contribution, weights: Arenas, describe_state: Callable[[], bytes] | None
+    ) -> RoundResult:
+        """Run a round, and make it again without a worker that was lost when only some servers had its commit."""
+        assert self.exchange is not None
+        while True:
+            try:
+                return self.exchange.run(contribution, weights, self.guard)
+            except PartialCommitError as error:
+                if self.holder is None or self.holder.is_broken:  # a server could not take it back
+                    raise WorkerLostError(f"{error}. Restart the job from its last saved states") from error
+                _log.warning("the round is made again: %s", error)
+                if describe_state is not None:  # it has the number of the round
+                    contribution = contribution._replace(client_state=describe_state())
 
     def check_whole(self, consequence: str = "training goes on with them") -> None:
         """Raise KVStoreError if an interrupted step may have been applied in part; see `StepGuard.check`."""

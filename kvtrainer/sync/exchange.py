@@ -438,6 +438,11 @@ class StoreExchange(Exchange):
         return self._table.plan
 
     @property
+    def is_broken(self) -> bool:
+        """Whether servers may not agree on the last round, so that there are no others."""
+        return self._table.broken is not None
+
+    @property
     def round(self) -> int:
         """The number of the table's next round."""
         return self._table.round

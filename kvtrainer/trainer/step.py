@@ -25,6 +25,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -612,8 +613,8 @@ class StepPipeline:
         options = self._read_hypers(
             fresh if self.binding.num_workers == 1 else None
         )  # other workers may add keys
-        state = b"" if self.describe_state is None else self.describe_state(STEP)
-        outcome = self.binding.round(memory, options, scale, absent, veto, limits, state, mean)
+        describe_state = None if self.describe_state is None else partial(self.describe_state, STEP)
+        outcome = self.binding.round(memory, options, scale, absent, veto, limits, describe_state, mean)
         if outcome.skipped:
             return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
         # 3. Adopt the result.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,36 @@ import pytest
 import torch
 
 import kvtrainer
-from kvtrainer.errors import ConfigurationError, FencedError
+from kvstore_server.protocol import messages as m
+from kvtrainer.client import round as round_module
+from kvtrainer.client.connection import Connection
+from kvtrainer.common.env import TRANSPORT
+from kvtrainer.errors import ConfigurationError, FencedError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
-from tests.integration.test_elastic import first_weights, gradient, plain_loop
-from tests.support.forks import ROOT, fork_server, inherited
+from tests.integration import registered_optimizer
+from tests.integration.test_elastic import KEYS, first_weights, gradient, plain_loop, sgd
+from tests.support.forks import ROOT, Fork, fork_server, inherited
 from tests.support.processes import Processes, new_name, together
 
 LOST_AT = 3
+LARGE = 5000, 40
+"""The shape of a key whose rounds are pipelined between hosts."""
 SCHEDULE = [(0, 1, 2)] * LOST_AT + [(0, 2)] * 3
+
+
+LIMITS = "--spread-from", "1", "--rejoin-timeout", "0.5", "--dead-after", "1.5"
 
 
 @pytest.fixture(scope="module")
 def two_servers() -> Iterator[list[str]]:
     with Processes() as started:
-        servers = started.servers(2, "--spread-from", "1", "--rejoin-timeout", "0.5", "--dead-after", "3")
-        yield [one.address for one in servers]
+        yield [one.address for one in started.servers(2, *LIMITS, "--import", registered_optimizer.__name__)]
+
+
+@pytest.fixture(scope="module")
+def durable_servers() -> Iterator[list[str]]:
+    with Processes() as started:
+        yield [one.address for one in started.servers(2, *LIMITS, "--supervise", "--durability", "process")]
 
 
 def open_store(addresses: Sequence[str], rank: int, name: str, **options: Any) -> DistKVStore:
@@ -35,15 +51,25 @@ def open_store(addresses: Sequence[str], rank: int, name: str, **options: Any) -
     return DistKVStore("dist_sync", rank=rank, servers=list(addresses), namespace=name, **more)
 
 
-def train(store: DistKVStore, rank: int, end: int) -> tuple[kvtrainer.Trainer, dict[str, torch.nn.Parameter]]:
+SGD = "torch:SGD", {"lr": 0.1, "momentum": 0.9}
+SHIFT = registered_optimizer.Shift, {"a": 0.1, "b": 0.01, "note": ""}
+"""An optimizer that may raise, so that servers keep the former values for it."""
+
+
+def train(
+    store: DistKVStore, rank: int, end: int, optimizer: tuple[Any, dict[str, Any]] = SGD, **options: Any
+) -> tuple[kvtrainer.Trainer, dict[str, torch.nn.Parameter]]:
     weights = {key: torch.nn.Parameter(value) for key, value in first_weights().items()}
-    options = {"learning_rate": 0.1, "momentum": 0.9}
-    trainer = kvtrainer.Trainer(weights, "torch:SGD", options, kvstore=store)
+    trainer = kvtrainer.Trainer(weights, *optimizer, kvstore=store, **options)
     for step in range(trainer.resume().round, end):
-        for key, grad in gradient({k: w.detach() for k, w in weights.items()}, rank, step).items():
-            weights[key].grad = grad
+        give(weights, rank, step)
         trainer.step()
     return trainer, weights
+
+
+def give(weights: dict[str, torch.nn.Parameter], rank: int, step: int) -> None:
+    for key, grad in gradient({k: w.detach() for k, w in weights.items()}, rank, step).items():
+        weights[key].grad = grad
 
 
 def test_the_others_go_on_without_a_worker_that_fails(two_servers: list[str]) -> None:
@@ -60,14 +86,125 @@ def test_the_others_go_on_without_a_worker_that_fails(two_servers: list[str]) ->
         return {key: weight.detach() for key, weight in weights.items()}
 
     found = together(*[lambda rank=rank: work(rank) for rank in range(3)])
-    expected = plain_loop(SCHEDULE, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), None)
+    expected = plain_loop(SCHEDULE, sgd, None)
     for rank in (0, 2):
         for key, value in expected[-1].items():
             assert torch.equal(found[rank][key], value)
 
 
+@contextmanager
+def rank_1(body: Callable[..., None], output: Path, *arguments: str) -> Iterator[Fork]:
+    """Run a function of this module in a process of its own."""
+    with output.open("wb") as out, open(os.devnull, "rb") as nothing:
+        streams = [nothing.fileno(), out.fileno(), out.fileno()]
+        command = ["-m", "tests.integration.test_elastic_losses", body.__name__, *arguments]
+        process = fork_server().start(command, inherited(), ROOT, streams)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def die_between_commits(kind: str, reached: str, name: str, *addresses: str) -> None:
+    """Be rank 1, and die when the server `reached` has applied a step whose commit the other one never got."""
+    optimizer, more = (SHIFT, {"update_on_kvstore": True}) if kind == "shift" else (SGD, {})
+    if kind == "far":
+        os.environ[TRANSPORT] = "tcp"
+        Connection.is_remote = lambda *_: True  # type: ignore[method-assign]
+        KEYS["a"] = LARGE
+    store = open_store(addresses, 1, name)
+    trainer, weights = train(store, 1, LOST_AT, optimizer, **more)
+    session = store._clients[-1]._session
+    send = session.send
+
+    def send_one_commit(server: int, number: int, body: m.RequestBody, priority: int = 0) -> None:
+        if server == int(reached) or not isinstance(body, m.Contribute) or not len(body.commits):
+            send(server, number, body, priority)
+
+    def die_when_it_has_answered(point: str) -> None:
+        if point == "worker.round.answered":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    session.send = send_one_commit  # type: ignore[method-assign]
+    round_module.failpoint = die_when_it_has_answered  # type: ignore[attr-defined]
+    give(weights, 1, LOST_AT)
+    trainer.step()
+
+
+def goes_on_after_a_partial_commit(
+    addresses: Sequence[str], reached: int, kind: str, output: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check that the others make the step again without the worker that has died in it."""
+    name = new_name()
+    optimizer, more = (SHIFT, {"update_on_kvstore": True}) if kind == "shift" else (SGD, {})
+
+    def plain(parameters: Any) -> torch.optim.Optimizer:
+        return registered_optimizer.Shift(parameters, **SHIFT[1]) if kind == "shift" else sgd(parameters)
+
+    def work(rank: int) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
+        trainer, weights = train(open_store(addresses, rank, name), rank, len(SCHEDULE), optimizer, **more)
+        members = trainer.members
+        trainer.close()
+        return members, {key: weight.detach() for key, weight in weights.items()}
+
+    with rank_1(die_between_commits, output, kind, str(reached), name, *addresses) as dead:
+        found = together(lambda: work(0), lambda: work(2))
+        assert dead.wait(60.0) == -signal.SIGKILL
+    assert "made again" in caplog.text
+    expected = plain_loop(SCHEDULE, plain, None)[-1]
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+        members, weights = one
+        assert members == (0, 2)
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("reached", [0, 1])
+def test_a_commit_that_only_some_servers_have_counts_nowhere(
+    reached: int, durable_servers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on_after_a_partial_commit(durable_servers, reached, "sgd", tmp_path / "output", caplog)
+
+
+@pytest.mark.parametrize("reached", [0, 1])
+def test_it_counts_nowhere_if_the_optimizer_is_user_defined(
+    reached: int, two_servers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on_after_a_partial_commit(two_servers, reached, "shift", tmp_path / "output", caplog)
+
+
+@pytest.mark.usefixtures("far")
+def test_it_counts_nowhere_if_rounds_are_pipelined(
+    durable_servers: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(KEYS, "a", LARGE)
+    goes_on_after_a_partial_commit(durable_servers, 1, "far", tmp_path / "output", caplog)
+
+
+@pytest.mark.parametrize("reached", [0, 1])
+def test_servers_that_cannot_take_it_back_end_the_job(
+    reached: int, two_servers: list[str], tmp_path: Path
+) -> None:
+    name = new_name()
+
+    def work(rank: int) -> str:
+        with pytest.raises(WorkerLostError) as caught:
+            train(open_store(two_servers, rank, name), rank, len(SCHEDULE))
+        return str(caught.value)
+
+    arguments = "sgd", str(reached), name, *two_servers
+    with rank_1(die_between_commits, tmp_path / "output", *arguments):
+        texts = together(lambda: work(0), lambda: work(2))
+    assert all("saved states" in str(text) for text in texts), texts
+
+
 def pause(name: str, *addresses: str) -> None:
-    """In a process of its own: be rank 1, stop after two steps, and go on."""
+    """Be rank 1, stop after two steps, and go on."""
     trainer, weights = train(open_store(addresses, 1, name), 1, 2)
     os.kill(os.getpid(), signal.SIGSTOP)
     for weight in weights.values():
@@ -77,24 +214,17 @@ def pause(name: str, *addresses: str) -> None:
 
 def test_a_worker_that_was_paused_for_too_long_is_fenced(two_servers: list[str], tmp_path: Path) -> None:
     name, output = new_name(), tmp_path / "output"
-    with output.open("wb") as out, open(os.devnull, "rb") as nothing:
-        streams = [nothing.fileno(), out.fileno(), out.fileno()]
-        command = ["-m", "tests.integration.test_elastic_losses", name, *two_servers]
-        paused = fork_server().start(command, inherited(), ROOT, streams)
-        try:
 
-            def work(rank: int) -> tuple[int, ...]:
-                trainer, _ = train(open_store(two_servers, rank, name), rank, 5)
-                members = trainer.members
-                trainer.close()
-                return members
+    def work(rank: int) -> tuple[int, ...]:
+        trainer, _ = train(open_store(two_servers, rank, name), rank, 5)
+        members = trainer.members
+        trainer.close()
+        return members
 
-            assert together(lambda: work(0), lambda: work(2)) == [(0, 2), (0, 2)]
-            os.kill(paused.pid, signal.SIGCONT)
-            assert paused.wait(60.0) == 75
-        finally:
-            paused.kill()
-            paused.wait()
+    with rank_1(pause, output, name, *two_servers) as paused:
+        assert together(lambda: work(0), lambda: work(2)) == [(0, 2), (0, 2)]
+        os.kill(paused.pid, signal.SIGCONT)
+        assert paused.wait(60.0) == 75
     assert FencedError.__name__ in output.read_text()
 
 
@@ -143,4 +273,4 @@ def test_leave_is_refused_where_the_number_of_workers_is_fixed(two_servers: list
 
 
 if __name__ == "__main__":
-    pause(*sys.argv[1:])
+    {one.__name__: one for one in (pause, die_between_commits)}[sys.argv[1]](*sys.argv[2:])
