@@ -13,7 +13,7 @@
     │   ├── ConnectTimeoutError              no server answered at that address
     │   └── ServerUnreachableError           a server stopped answering in the middle of the job
     ├── WorkerLostError                      a member of the round left, died or was not heard from
-    │   └── PartialCommitError               it had committed the round to some servers only
+    │   └── RepeatedRoundError               and the others make the round again; no user sees it
     ├── RoundAbortedError                    a member raised in the middle of the round
     ├── FencedError                          this process may not speak for the rank, or no longer
     ├── ServerLostState                      the server was restarted and no longer holds this job
@@ -91,10 +91,10 @@ class WorkerLostError(KVStoreError):
     """A worker that a round or a barrier needs has left, died or fallen silent."""
 
 
-class PartialCommitError(WorkerLostError):
-    """A worker was lost when some servers had its contribution to a round, and others had not.
+class RepeatedRoundError(WorkerLostError):
+    """A worker was lost or raised in the middle of a round, and its job goes on without it.
 
-    It counts nowhere: servers that have applied it take it back, and the others make the round again.
+    The round counts nowhere: servers that have applied it take it back, and the other members make it again.
     """
 
 
@@ -145,7 +145,7 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
         ConnectTimeoutError,
         ServerUnreachableError,
         WorkerLostError,
-        PartialCommitError,
+        RepeatedRoundError,
         RoundAbortedError,
         FencedError,
         ServerLostState,

@@ -19,8 +19,8 @@ from kvstore_server.errors import (
     ConfigurationError,
     FencedError,
     KVStoreError,
-    PartialCommitError,
     ProtocolError,
+    RepeatedRoundError,
     WorkerLostError,
     to_wire,
 )
@@ -222,9 +222,9 @@ def _take_back_partial(space: Namespace, number: int) -> KVStoreError:
         f"round {shared.number(number) - 1} of {table.name!r} was applied on server {space.config.server} with a "
         "contribution that other servers never got, because its worker was lost in between"
     )
-    partial_commit = PartialCommitError(f"{what}; it is taken back")
-    if space.take_back(shared, table, ALL, partial_commit):
-        return partial_commit
+    error = RepeatedRoundError(f"{what}; it is taken back")
+    if space.take_back(shared, table, ALL, error):
+        return error
     return WorkerLostError(
         f"{what}; the servers are one round apart. Restart the job from its last saved states"
     )

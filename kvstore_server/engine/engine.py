@@ -65,10 +65,10 @@ from kvstore_server.errors import (
     FencedError,
     KeyNotFoundError,
     KVStoreError,
-    PartialCommitError,
     PlanMismatchError,
     ProtocolError,
     RecoveryError,
+    RepeatedRoundError,
     RoundAbortedError,
     ServerLostState,
     ServerStoppingError,
@@ -799,7 +799,7 @@ class Engine:
 
     def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
         space, rank, table = sender.space, sender.rank, sender.space.table(abort.table)
-        kind = PartialCommitError if abort.is_partial else RoundAbortedError
+        kind = RepeatedRoundError if abort.is_repeated else RoundAbortedError
         error = kind(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason[:MAX_REASON]}"
         )
@@ -929,7 +929,7 @@ class Engine:
         if lost is not None and space.views is not None and not space.is_coordinator:
             # The coordinator has not gone on without the rank, so it has the rank's commit.
             who = space.membership.describe_all(pending.missing, now)
-            return PartialCommitError(
+            return RepeatedRoundError(
                 f"{what} lacks a contribution on server {self.config.server} that other servers have, because its "
                 f"worker was lost in between: {who}"
             )

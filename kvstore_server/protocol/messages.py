@@ -248,8 +248,8 @@ class Abort:
     """Undo the round if it was applied. Only for a round that another server has failed, so that no member can have
     finished it: otherwise a member that was sent the new weights would not learn that they are gone.
     """
-    is_partial: bool = False
-    """The reason is a PartialCommitError, so the other members make the round again."""
+    is_repeated: bool = False
+    """The members may change, and the others make the round again: its error is a RepeatedRoundError for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from kvstore_server.engine.views import MemberView
 from kvstore_server.errors import (
     FencedError,
     KVStoreError,
-    PartialCommitError,
+    RepeatedRoundError,
     RoundAbortedError,
     describe,
     from_wire,
@@ -57,6 +57,8 @@ _TABLES_PER_LAYOUT = 1024
 """Each group of this many tables has messages of its own, so that servers start on the first group while this worker
 still sends the last."""
 _LAYOUTS_KEPT = 16
+_CONSEQUENCES = RoundAbortedError, RepeatedRoundError
+"""What members are told of a round that another one has given up."""
 _WARN_AFTER = 3
 """Warn after this many rounds in a row in which every eagerly pushed gradient had changed."""
 
@@ -517,7 +519,7 @@ class Rounds:
         error = from_wire(failure.code, failure.text)
         # An abort is only a consequence: any other error tells more about the cause.
         if round_.error is None or (
-            isinstance(round_.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
+            isinstance(round_.error, _CONSEQUENCES) and not isinstance(error, _CONSEQUENCES)
         ):
             round_.error = error
         if isinstance(error, FencedError):
@@ -545,13 +547,8 @@ class Rounds:
     def _abort_early(self, request: ServerRequest, at: int, error: BaseException | None) -> None:
         """Abort the round of a table on a server that has not answered yet, because another one has failed it."""
         number = int(request.layout.commits[at, 0])
-        abort = m.Abort(
-            number,
-            request.layout.tables[at].round,
-            describe(error),
-            False,
-            isinstance(error, PartialCommitError),
-        )
+        is_repeated = isinstance(error, RepeatedRoundError)
+        abort = m.Abort(number, request.layout.tables[at].round, describe(error), False, is_repeated)
         self._session.send(request.server, self._session.next_number(), abort)
 
     # ---------------------------------------------------------------- members that change
@@ -582,7 +579,7 @@ class Rounds:
             )
         elif any(one not in round_.open for one, _ in round_.server_requests_of(table)):
             following = -1
-            error = PartialCommitError(
+            error = RepeatedRoundError(
                 f"round {table.round} of {table.name!r} has ended on a server with ranks {list(table.view.ranks)}, and "
                 f"another one goes on with {list(told.ranks)}: a worker was lost between its commits to them"
             )
@@ -765,12 +762,15 @@ class Rounds:
                     was_applied[table.name, request.server] = False  # the server has said so already
         # 2. Abort it on the others, which answer whether they had applied it.
         unknown = [p for p in pairs if (p[0].name, p[1]) not in was_applied]
-        was_applied |= self._abort(unknown, error, False, awaits_restarts)
+        # If members may change, the others go on without one that raises; what a server has failed, it has for all.
+        is_local = round_.error is None or isinstance(round_.error, RepeatedRoundError)
+        why = describe(error), is_local and any(table.view is not None for table in tables)
+        was_applied |= self._abort(unknown, *why, False, awaits_restarts)
         # 3. Undo it where it was applied, but only if another server has failed it for certain: then no worker can have
         # finished it.
         lost = {name for (name, _), applied_there in was_applied.items() if applied_there is False}
         half_applied = [p for p in pairs if was_applied[p[0].name, p[1]] and p[0].name in lost]
-        was_applied |= self._abort(half_applied, error, True, awaits_restarts)
+        was_applied |= self._abort(half_applied, *why, True, awaits_restarts)
         for table in tables:
             # 4. A table whose servers may not agree is broken; all others go on with the next round.
             outcome = {
@@ -786,7 +786,8 @@ class Rounds:
     def _abort(
         self,
         rounds: Sequence[tuple[RemoteTable, int]],
-        error: BaseException | None,
+        reason: str,
+        is_repeated: bool,
         undo: bool,
         awaits_restarts: bool,
     ) -> dict[tuple[str, int], bool | None]:
@@ -794,8 +795,9 @@ class Rounds:
 
         Returns for each whether the server still counts it as applied; None if it did not answer.
         """
-        why = describe(error), undo, isinstance(error, PartialCommitError)
-        requests = [(server, m.Abort(t.numbers[server], t.round, *why)) for t, server in rounds]
+        requests = [
+            (server, m.Abort(t.numbers[server], t.round, reason, undo, is_repeated)) for t, server in rounds
+        ]
         answers = self._session.ask_all(requests, GIVE_UP_TIMEOUT, awaits_restarts)
         # A server that refuses this worker has nothing of it.
         return {

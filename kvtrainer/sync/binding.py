@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvstore_server.engine.agreed_options import pack_hypers
 from kvstore_server.engine.memory import return_free_memory
-from kvstore_server.errors import PartialCommitError
+from kvstore_server.errors import RepeatedRoundError
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.client.client import Client
@@ -484,12 +484,12 @@ class Binding:
     def _run(
         self, contribution: Contribution, weights: Arenas, describe_state: Callable[[], bytes] | None
     ) -> RoundResult:
-        """Run a round, and make it again without a worker that was lost when only some servers had its commit."""
+        """Run a round, and make it again if a worker was lost or raised in its middle and the job can do without."""
         assert self.exchange is not None
         while True:
             try:
                 return self.exchange.run(contribution, weights, self.guard)
-            except PartialCommitError as error:
+            except RepeatedRoundError as error:
                 if self.holder is None or self.holder.is_broken:  # a server could not take it back
                     raise WorkerLostError(f"{error}. Restart the job from its last saved states") from error
                 _log.warning("the round is made again: %s", error)

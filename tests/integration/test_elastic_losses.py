@@ -203,6 +203,41 @@ def test_servers_that_cannot_take_it_back_end_the_job(
     assert all("saved states" in str(text) for text in texts), texts
 
 
+def test_the_others_go_on_without_a_worker_that_raises_in_the_middle_of_a_step(
+    durable_servers: list[str],
+) -> None:
+    name = new_name()
+
+    def raising_worker() -> None:
+        store = open_store(durable_servers, 1, name)
+        trainer, weights = train(store, 1, LOST_AT)
+        session = store._clients[-1]._session
+        send = session.send
+
+        def send_half(server: int, number: int, body: m.RequestBody, priority: int = 0) -> None:
+            if server == 0 and isinstance(body, m.Contribute) and len(body.commits):
+                raise ValueError("it fails between its two commits")
+            send(server, number, body, priority)
+
+        session.send = send_half  # type: ignore[method-assign]
+        give(weights, 1, LOST_AT)
+        with pytest.raises(ValueError, match="two commits"), trainer:
+            trainer.step()
+
+    def work(rank: int) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
+        trainer, weights = train(open_store(durable_servers, rank, name), rank, len(SCHEDULE))
+        members = trainer.members
+        trainer.close()
+        return members, {key: weight.detach() for key, weight in weights.items()}
+
+    _, *found = together(raising_worker, lambda: work(0), lambda: work(2))
+    expected = plain_loop(SCHEDULE, sgd, None)[-1]
+    for one in found:
+        assert isinstance(one, tuple), one
+        assert one[0] == (0, 2)
+        assert all(torch.equal(one[1][key], expected[key]) for key in expected)
+
+
 def pause(name: str, *addresses: str) -> None:
     """Be rank 1, stop after two steps, and go on."""
     trainer, weights = train(open_store(addresses, 1, name), 1, 2)

@@ -18,7 +18,7 @@ from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.table import Table
 from kvstore_server.engine.views import MemberView
-from kvstore_server.errors import PartialCommitError
+from kvstore_server.errors import RepeatedRoundError
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
@@ -122,7 +122,7 @@ class Worker:
             self.view = MemberView(body.view, body.ranks)
             self.round, self.state = max(body.since, 0), "enter" if body.since else "round"
         elif isinstance(body, m.Failed):
-            if self.state in ("round", "give up") and body.code == PartialCommitError.__name__:
+            if self.state in ("round", "give up") and body.code == RepeatedRoundError.__name__:
                 if number == self.number and self.state == "round":
                     self.give_up({server: False})
             else:
