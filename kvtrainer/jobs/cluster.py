@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from kvtrainer.common.env import Topology, as_int, parse_address
+from kvtrainer.common.env import REJOIN_TIMEOUT, Topology, as_int, parse_address, parse_range
 from kvtrainer.errors import (
     ArgumentTypeError,
     ClusterError,
@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 
 
 def local_cluster(
-    workers: int,
+    workers: int | str,
     servers: int = 1,
     *,
     server_args: Sequence[str] = (),
@@ -73,7 +73,8 @@ def local_cluster(
     No process outlives this program, even if it is killed.
 
     Args:
-        workers: Number of processes that run a function, at least 1.
+        workers: Number of processes that run a function, at least 1. "MIN..MAX" starts MAX, and a run goes on without
+            those that fail as long as MIN are left; the function then calls `Trainer.resume`, as with `kvlaunch -n`.
         servers: Number of servers; 0 for stores without servers.
         server_args: Flags for every server, such as `["--import", "my_optimizers"]`.
         restart: How often each server, and each worker of a run, is started again when it is killed or fails. A
@@ -87,22 +88,38 @@ def local_cluster(
         ClusterError: A server ended before it listened. Its output says why.
         ConnectTimeoutError: A server did not listen in time.
     """
-    for name, count, least in (("workers", workers, 1), ("servers", servers, 0), ("restart", restart, 0)):
+    elastic = parse_range(workers, "workers") if isinstance(workers, str) else None
+    most: Any = workers if elastic is None else elastic[1]
+    for name, count, least in (("workers", most, 1), ("servers", servers, 0), ("restart", restart, 0)):
         if as_int(count, name) < least:
             raise ConfigurationError(f"{name} is {count}; a cluster has at least {least}")
+    if elastic is not None and not servers:
+        raise ConfigurationError(
+            f"workers={workers!r} needs servers, which decide who is left, and servers is 0"
+        )
     limits = JobTimeouts(start_timeout, linger, linger, grace)
-    return LocalCluster(workers, servers, server_args, limits, restart)
+    return LocalCluster(most, servers, server_args, limits, restart, elastic)
 
 
 class LocalCluster:
     """Running servers, and workers that are started for each `run`. Created by `local_cluster`."""
 
     def __init__(
-        self, workers: int, servers: int, server_args: Sequence[str], limits: JobTimeouts, restart: int = 0
+        self,
+        workers: int,
+        servers: int,
+        server_args: Sequence[str],
+        limits: JobTimeouts,
+        restart: int = 0,
+        elastic: tuple[int, int] | None = None,
     ) -> None:
         self._limits = limits
         self._restart = restart
+        self._elastic = elastic
         self._server_args = list(server_args)
+        if elastic is not None and not restart and REJOIN_TIMEOUT not in os.environ:
+            # Nobody starts a worker again, so the others need not wait; the caller's own flag counts.
+            self._server_args[:0] = ["--rejoin-timeout", "0.001"]
         self._num_servers = servers
         self._running = threading.Lock()
         self._is_closed = False
@@ -119,6 +136,8 @@ class LocalCluster:
 
     def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
         """Run a function on every worker, each a new process, and return the results by rank. Blocks.
+
+        Workers that a run goes on without are left out.
 
         Workers find rank, number of workers and servers in their environment, so a Trainer needs only
         `kvstore="dist_sync"`. Their output appears here line by line, prefixed with the rank. Function, arguments and
@@ -178,7 +197,8 @@ class LocalCluster:
     def _run(self, servers: ClusterProcesses, packed: bytes) -> list[Any]:
         code = MemFile()
         group = ClusterProcesses(self._limits.grace, self._changed)
-        workers = _ClusterWorkers(group, self.num_workers, self.servers, code, self._restart)
+        topology = Topology(0, self.num_workers, self.servers, self._elastic)
+        workers = _ClusterWorkers(group, topology, code, self._restart)
         # 1. Start the workers, wait for all of them or for the first failure, and collect what they wrote.
         try:
             code.write(packed)
@@ -193,7 +213,7 @@ class LocalCluster:
         # 2. Raise what failed, or return the results.
         if failed:
             raise _error_of_run(failed, workers.children, outcomes)
-        return [outcome.value for outcome in outcomes if outcome is not None]
+        return workers.results(outcomes)
 
     def _wait(
         self, servers: ClusterProcesses, group: ClusterProcesses, workers: _ClusterWorkers
@@ -218,12 +238,13 @@ class LocalCluster:
 class _ClusterWorkers:
     """The workers of one run, by rank; each is started again when it fails, as often as is allowed."""
 
-    def __init__(
-        self, group: ClusterProcesses, count: int, servers: tuple[str, ...], code: MemFile, restart: int
-    ) -> None:
+    def __init__(self, group: ClusterProcesses, topology: Topology, code: MemFile, restart: int) -> None:
+        count = topology.num_workers
         self._group = group
-        self._topology = Topology(0, count, servers)
+        self._topology = topology
         self._code = code
+        self._lost: set[int] = set()
+        """The ranks that the run goes on without."""
         self._restarted = RestartedRanks(count, restart)
         self._memories = WorkerMemories(count if restart else 0)
         self._papers = [MemFile() for _ in range(count)]
@@ -246,12 +267,17 @@ class _ClusterWorkers:
         ended = [
             (rank, child)
             for rank, child in enumerate(self.children)
-            if child.returncode is not None and not self._restarted.is_awaited(rank)
+            if child.returncode is not None
+            and not self._restarted.is_awaited(rank)
+            and rank not in self._lost
         ]
         return [child for rank, child in ended if self._has_failed(rank, child, now)]
 
     def outcomes(self) -> list[CallResult | None]:
         return [unpack_outcome(paper.read()) for paper in self._papers]
+
+    def results(self, outcomes: Sequence[CallResult | None]) -> list[Any]:
+        return [one.value for rank, one in enumerate(outcomes) if one is not None and rank not in self._lost]
 
     def close(self) -> None:
         for paper in self._papers:
@@ -270,14 +296,27 @@ class _ClusterWorkers:
     def _has_failed(self, rank: int, child: Child, now: float) -> bool:
         """Return whether a worker that has ended is not done, and will not be; count its death otherwise."""
         assert child.returncode is not None
-        if child.returncode == 0:
-            return not self._papers[rank].is_written
-        death = self._restarted.count(rank, child.name, child.returncode, now - child.began, now)
+        death = None
+        if child.returncode:
+            death = self._restarted.count(rank, child.name, child.returncode, now - child.began, now)
+        elif self._papers[rank].is_written:
+            return False
+        text = child.describe_exit() if death is None else death.text
         if death is None or death.is_last:
-            return True
+            if not self._goes_on_without(rank):
+                return True
+            text += f"; the run goes on with {self._topology.num_workers - len(self._lost)} workers"
         child.end_session()
-        print_line(2, "local_cluster: ", death.text.encode())
+        print_line(2, "local_cluster: ", text.encode())
         return False
+
+    def _goes_on_without(self, rank: int) -> bool:
+        """Count a worker as lost if enough others are left; those that are done count as left."""
+        elastic = self._topology.elastic
+        if elastic is None or self._topology.num_workers - len(self._lost) <= elastic[0]:
+            return False
+        self._lost.add(rank)
+        return True
 
 
 def _error_of_run(

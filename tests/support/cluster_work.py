@@ -75,6 +75,23 @@ def fail_until(restarts: int, how: str) -> str:
     return mine
 
 
+def train_without_rank_1(how: str) -> tuple[int, ...]:
+    """Train five steps, in the third of which rank 1 fails; return the members of the last one."""
+    import torch
+
+    import kvtrainer
+
+    weight = torch.nn.Parameter(torch.zeros(3))
+    with kvtrainer.Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore="dist_sync") as trainer:
+        for step in range(trainer.resume().round, 5):
+            if (trainer.rank, step) == (1, 2):
+                fail(how)
+            weight.grad = torch.ones(3)
+            trainer.step()
+        assert weight.tolist() == [-5.0] * 3
+        return trainer.members
+
+
 def kill_the_server(token: str) -> str:
     """Kill the server that has a token in its environment and is no supervisor; return where its successor answers."""
     import time

@@ -24,7 +24,7 @@ from kvtrainer.errors import (
     WorkerTraceback,
 )
 from kvtrainer.jobs.cluster import LocalCluster, MemFile, unpack_outcome
-from tests.support.cluster_work import fail, place, place_on_host, say, sum_and_fail
+from tests.support.cluster_work import fail, place, place_on_host, say, sum_and_fail, train_without_rank_1
 from tests.support.launch_jobs import ROOT, Jobs
 from tests.support.limits import LIMIT
 from tests.support.processes import Call, eventually
@@ -149,6 +149,22 @@ def test_a_worker_that_ends_otherwise_gives_an_error_that_names_it(how: str, tol
         cluster.run(fail, how)
 
 
+@pytest.mark.parametrize("how", ["raise", "kill", "leave"])
+def test_a_run_of_a_range_of_workers_goes_on_without_one_that_fails(
+    how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with local_cluster(workers="2..3", linger=0.0) as cluster:
+        assert cluster.num_workers == 3
+        assert cluster.run(train_without_rank_1, how) == [(0, 2)] * 2
+        assert [found[0] for found in cluster.run(place)] == ["0", "1", "2"]
+    assert "the run goes on with 2 workers" in capsys.readouterr().err
+
+
+def test_a_run_that_has_too_few_workers_left_fails_as_one_of_a_fixed_number() -> None:
+    with local_cluster(workers="3..3", linger=0.0) as cluster, pytest.raises(KeyError, match="no such thing"):
+        cluster.run(train_without_rank_1, "raise")
+
+
 def test_a_result_that_cannot_be_packed_is_said_to_be_so(pair: LocalCluster) -> None:
     with pytest.raises(ClusterError, match=r"what the worker returned cannot be packed: .*lock"):
         pair.run(threading.Lock)
@@ -223,7 +239,16 @@ def test_guardians_that_are_killed_in_a_run_are_replaced(own_jobs: Jobs, tmp_pat
 # Wrong use.
 
 
-@pytest.mark.parametrize("numbers", [{"workers": 0}, {"workers": "two"}, {"workers": 1, "servers": -1}])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"workers": 0},
+        {"workers": "two"},
+        {"workers": "3..2"},
+        {"workers": 1, "servers": -1},
+        {"workers": "1..2", "servers": 0},
+    ],
+)
 def test_a_number_of_processes_that_cannot_be_is_refused(numbers: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"workers|servers"):
         local_cluster(**numbers)
