@@ -23,6 +23,22 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def rounds_or_seconds(text: str) -> tuple[int, float]:
+    """Return a period of snapshots as rounds and seconds, one of which is 0. Raises ValueError if it is none.
+
+    "50" is a number of rounds, "30s" one of seconds, and "0" is none at all.
+    """
+    if text.endswith("s"):
+        seconds = float(text[:-1])
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"{text!r} is not a positive number of seconds")
+        return 0, seconds
+    rounds = int(text)
+    if rounds < 0:
+        raise ValueError(f"{text!r} is not a number of rounds")
+    return rounds, 0.0
+
+
 def is_integer(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:
     """Return whether this is a whole number, at least `least` and at most `most`."""
     if not isinstance(value, Integral) or isinstance(value, bool):

@@ -28,6 +28,7 @@ from kvstore_server import __version__, check
 from kvstore_server.descriptors import allow_descriptors
 from kvstore_server.engine.memory import keep_free_memory, memory_limit
 from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.snapshots import SnapshotEvery
 from kvstore_server.errors import KVStoreError
 from kvstore_server.failpoints import arm
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
@@ -41,6 +42,16 @@ from kvstore_server.server import OFF, PROCESS, Server, ServerOptions, make_serv
 _log = logging.getLogger("kvstore_server")
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
+
+
+def _snapshot_period(text: str) -> SnapshotEvery:
+    try:
+        return SnapshotEvery(*check.rounds_or_seconds(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of rounds nor, like 30s, one of seconds"
+        ) from None
+
 
 _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose"),
@@ -76,8 +87,9 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--state-dir", "KVSTORE_STATE_DIR", "", str,
      "directory for snapshots, from which a job goes on when a host and the memory of its servers are lost; each "
      "server uses a directory server-INDEX in it"),
-    ("--snapshot-every", "KVSTORE_SNAPSHOT_EVERY", 50, int,
-     "with --state-dir: take a snapshot after this many rounds of a job whose workers call Trainer.resume"),
+    ("--snapshot-every", "KVSTORE_SNAPSHOT_EVERY", "50", _snapshot_period,
+     "with --state-dir: take a snapshot after this many rounds of a job whose workers call Trainer.resume, or with a "
+     "number like 30s after as many seconds; 0: only when a worker calls kv.save"),
     ("--log", "KVSTORE_LOG", "warning", str, 
      "debug (a line for each message and each transition of a round), info, warning or error; to standard error"),
 )  # fmt: skip
@@ -243,7 +255,7 @@ def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
     for flag, _, _, kind, _ in _VALUES:
         value = getattr(flags, flag.strip("-").replace("-", "_"))
-        if kind is not str and flag != "--index" and not value > 0:  # unlike `<= 0` this also rejects NaN
+        if kind in (int, float) and flag != "--index" and not value > 0:  # so NaN is refused, too
             parser.error(f"{flag} must be above 0, got {value}")
     if flags.max_message_keys < KEYS_PER_MESSAGE:
         least = f"the {KEYS_PER_MESSAGE} that workers send"

@@ -63,6 +63,7 @@ POINTS = {
     "worker.close": "before it leaves",
     "worker.close.next": "it has left a server, and not the next one",
     "worker.close.left": "it has left all servers, and its connections are open",
+    "worker.snapshot.taken": "servers have copied their state for a snapshot, and the next round was not begun",
     "worker.save.asked": "servers were asked to save the job's state, and may not have written it",
     "worker.save.written": "all servers have written what they save, and have what was saved before under the tag, too",
     "worker.save.next_kept": "a server has removed what was saved before under the tag, and others may not",

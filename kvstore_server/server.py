@@ -39,7 +39,7 @@ from kvstore_server.engine.durability import Durability, Head, Stored, read_stor
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.engine.snapshots import Snapshots
+from kvstore_server.engine.snapshots import DEFAULT_EVERY, SnapshotEvery, Snapshots
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -100,7 +100,7 @@ class ServerOptions:
         restart_timeout: Seconds that workers wait for a restart of a server whose state outlives its process, in memory
             or in snapshots.
         state_dir: The directory of snapshots; empty: there are none.
-        snapshot_every: A snapshot is taken after this many rounds.
+        snapshot_every: How often snapshots are taken.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -110,7 +110,7 @@ class ServerOptions:
     durability: str = OFF
     restart_timeout: float = 60.0
     state_dir: str = ""
-    snapshot_every: int = 50
+    snapshot_every: SnapshotEvery = DEFAULT_EVERY
 
 
 class Service(Protocol):

@@ -249,7 +249,7 @@ def test_servers_of_the_manifests_write_snapshots_to_a_volume_that_outlives_a_po
     mounts = {one["mountPath"]: one["name"] for one in container_of(servers)["volumeMounts"]}
     claims = [claim["metadata"]["name"] for claim in servers["spec"]["volumeClaimTemplates"]]
     assert mounts[flags.state_dir] in claims
-    assert flags.snapshot_every == 50
+    assert flags.snapshot_every.rounds == 50
 
 
 def test_only_workers_reach_the_servers_and_no_pod_has_privileges(manifests: dict[str, Any]) -> None:

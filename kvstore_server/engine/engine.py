@@ -141,6 +141,19 @@ class Answer(NamedTuple):
     timeout: float
 
 
+class StoredJob(NamedTuple):
+    """What a server has of a job in a snapshot.
+
+    Args:
+        loaded: The tags that it descends from.
+        ordinal: How many snapshots were due up to then.
+    """
+
+    spaces: Sequence[StoredSpace]
+    loaded: tuple[str, ...] = ()
+    ordinal: int = 0
+
+
 class RankWait(NamedTuple):
     what: str
     since: float
@@ -457,8 +470,6 @@ class Engine:
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
         """Store slices, then count commits; every round that becomes complete is applied or held."""
         space, commits = sender.space, body.commits
-        if self.snapshots is not None:
-            self.snapshots.take_if_due(space, body, self.namespaces)
         has_pushes = len(body.pushes) > 0
         batch = space.batch_of(commits[:, 0]) if len(commits) else None
         out: list[m.Outgoing] = []
@@ -1256,6 +1267,8 @@ class Engine:
     def _snapshot(self, sender: Sender, body: m.Snapshot) -> list[m.Outgoing]:
         job, snapshots = _job_of(sender.space.name), self.snapshots
         if body.action == "list":
+            if snapshots is not None and not sender.space.mode.is_sync:
+                snapshots.warn_of_asynchronous(job_of(job))
             return _make_status(sender, self._offer(job))
         if snapshots is None:
             raise ConfigurationError(
@@ -1266,11 +1279,15 @@ class Engine:
         name = SnapshotName(job_of(job), body.round, body.tag, body.save)
         if body.action == "find":
             return _make_status(sender, self._offer_saves(job, snapshots, body.tag))
-        if body.action == "save":
+        if body.action in ("save", "cut"):
             spaces = spaces_of_job(job, self.namespaces)
             for space in spaces:
                 pipelined.roll_back_for_read(space, sender.rank, range(len(space.tables)))
-            return _make_status(sender, {"is_saved": snapshots.save(name, spaces)})
+            if body.action == "save":
+                return _make_status(sender, {"is_saved": snapshots.save(name, spaces)})
+            state = snapshots.cut(SnapshotName(name.job, name.round), spaces, body.keep)
+            rounds = [one.name.round for one in snapshots.of_job(name.job)]
+            return _make_status(sender, {"state": state, "rounds": rounds})
         if body.action == "check":
             self._read_stored(job_of(job), snapshots, body)
             return _make_status(sender)
@@ -1311,15 +1328,20 @@ class Engine:
                 f"{self.config.num_servers}; start it with as many, or with another --state-dir"
             )
         lineage = self._lineages.get(job, Lineage())
+        begun = max(rounds, default=0) - (lineage.round if lineage.tag else 0)
         return {
             "round": max(rounds, default=-1),
             "holders": sorted({s for one in spaces for table in one.tables for s in table.plan.servers}),
-            "cuts": [[one.name.round, list(one.facts["holders"])] for one in known],
+            "cuts": [
+                [one.name.round, list(one.facts["holders"]), int(one.facts["ordinal"])] for one in known
+            ],
             "generation": lineage.generation,
             "restored": lineage.round,
             "tag": lineage.tag,
             "save": lineage.save,
-            "every": 0 if self.snapshots is None else self.snapshots.every,
+            "every": 0 if self.snapshots is None else self.snapshots.every.rounds,
+            "seconds": 0.0 if self.snapshots is None else self.snapshots.every.seconds,
+            "due": 0 if self.snapshots is None or not rounds else self.snapshots.num_due(job_of(job), begun),
         }
 
     def _go_back(self, sender: Sender, job: str, snapshots: Snapshots, body: m.Snapshot) -> list[m.Outgoing]:
@@ -1337,8 +1359,8 @@ class Engine:
             return _make_status(sender)
         # 1. Read it completely, so that nothing is given up for one that is damaged.
         failpoint("server.snapshot.load")
-        stored, loaded = self._read_stored(job_of(job), snapshots, body)
-        lineage = Lineage(body.generation, body.round, loaded, body.tag, body.save)
+        stored = self._read_stored(job_of(job), snapshots, body)
+        lineage = Lineage(body.generation, body.round, stored.loaded, body.tag, body.save)
         # 2. Give up what is here.
         why = f"rank {sender.rank} has loaded {body.tag!r}" if body.tag else "a server has lost what it held"
         error = ServerLostState(
@@ -1349,7 +1371,7 @@ class Engine:
         # 3. Continue with what was stored.
         snapshots.go_back(job_of(job), body.round)
         try:
-            for one in stored:
+            for one in stored.spaces:
                 self._restore_space(job, one, sender.now)
         except Exception:
             for space in spaces_of_job(job, self.namespaces):
@@ -1358,16 +1380,15 @@ class Engine:
         if job in self.namespaces:
             self.namespaces[job].membership.may_skip_barriers = True
         self._lineages[job] = lineage
+        snapshots.note_restored(job_of(job), stored.ordinal, body.round)
         for space in spaces_of_job(job, self.namespaces):
             space.lineage = lineage
         failpoint("server.snapshot.restored")
         _log.warning("job %r goes back to %s", job, SnapshotName(job, body.round, body.tag, body.save))
         return out + _make_status(sender)
 
-    def _read_stored(
-        self, job: str, snapshots: Snapshots, body: m.Snapshot
-    ) -> tuple[Sequence[StoredSpace], tuple[str, ...]]:
-        """Return what this server holds after going back, and the tags that it descends from then.
+    def _read_stored(self, job: str, snapshots: Snapshots, body: m.Snapshot) -> StoredJob:
+        """Return what this server holds after going back.
 
         Raises:
             RecoveryError: What is on the disk is damaged, or contradicts itself.
@@ -1376,10 +1397,11 @@ class Engine:
         # 1. Its own snapshot.
         if not body.tag:
             if not (body.round and body.has_tables):
-                return [], ()
+                return StoredJob([])
             snapshot = snapshots.find(job, body.round)
             try:
-                return read_spaces(snapshot), tuple(snapshot.facts["loaded"])
+                spaces = read_spaces(snapshot)
+                return StoredJob(spaces, tuple(snapshot.facts["loaded"]), snapshot.facts["ordinal"])
             except RecoveryError as why:
                 snapshots.quarantine(snapshot)
                 _log.error("%s; it is put aside, and the next start goes back to an earlier one", why)
@@ -1400,7 +1422,7 @@ class Engine:
             )
         loaded = {body.tag} if first is None else {body.tag, *first.facts["loaded"]}
         spaces = [space for at in sorted(needed) for space in read_spaces(parts[at])]
-        return regroup(spaces, own, count) if has_moved else spaces, tuple(sorted(loaded))
+        return StoredJob(regroup(spaces, own, count) if has_moved else spaces, tuple(sorted(loaded)))
 
     def _give_up(self, job: str, error: KVStoreError, sender: Sender) -> list[m.Outgoing]:
         """End the namespaces of a job that have tables, and all sessions of processes that used them."""
@@ -1430,8 +1452,6 @@ class Engine:
         restore_space(space, stored, self._sessions)
         # All ranks had called resume(), and the processes that come now take their places.
         space.membership.resumable.update(range(num_workers))
-        if self.snapshots is not None:
-            self.snapshots.note_restored(space)
         if space.changes is not None:
             space.changes.note_all(space)
             space.changes.mark()

@@ -1,22 +1,23 @@
-"""Snapshots of an engine's jobs: when they are taken, who writes them, and what is offered after a restart.
+"""Snapshots of an engine's jobs: they are copied on request, written beside training, and offered after a restart.
 
-A *cut* is the state of a job after all of its tables have ended the same number of rounds. Each server takes it by
-itself, when the first message of the next round comes: by then some rank knows that the round has ended on every
-server, so it is never undone, and nothing of the next one is applied. All servers cut at the same rounds without a
-message, because a cut is defined by the number of rounds alone.
+A *cut* is the state of a job after all of its tables have ended the same number of rounds. The worker with rank 0 asks
+all servers for one between two of its rounds, as often as they have told it to; no round ends without that worker, so
+they all copy the state after the same round. For the same reason any worker can have the job saved by hand.
 
 What training waits for is one copy in memory. A thread writes it; while it does, no other cut is taken. If it fails,
-because the disk is full for example, that is logged and shown in the status, and training goes on.
+because the disk is full for example, that is logged and shown in the status, and training goes on. The request says
+which of the former ones stay: a server does not know what the others have.
 
-No cut is taken of a job whose workers have not called `Trainer.resume`, since they could not go on from it, nor in the
-asynchronous modes, where the end of a round is not a state of all ranks. The log says so once.
+Cuts of a job whose workers have not called `Trainer.resume` would help nobody, and in the asynchronous modes a round
+is not a state of all ranks; the log says so once.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstore_server.budget import Budget
@@ -26,12 +27,13 @@ from kvstore_server.engine.cut import CopyBuffer, SpaceCut, make_cut, tensors_of
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.errors import ConfigurationError, KVStoreError, RecoveryError, describe
 from kvstore_server.failpoints import failpoint
-from kvstore_server.protocol import messages as m
 
 _log = logging.getLogger(__name__)
 
 KEPT = 3
-"""How many snapshots of a job are kept: its servers' latest may differ, and one may be damaged."""
+"""How many snapshots of a job are kept at most: one that all servers have, and those that they may not have yet."""
+_MAX_UNEVEN = 3
+"""After this many requests in a row that came when tables had ended different numbers of rounds, the log says so."""
 _LAST_WRITE = 30.0
 """Seconds that a snapshot in progress gets to be written when the server ends."""
 _ATTEMPT = re.compile(r", attempt [0-9]+\Z")
@@ -42,12 +44,22 @@ def job_of(namespace: str) -> str:
     return _ATTEMPT.sub("", namespace.partition("/")[0])
 
 
+class SnapshotEvery(NamedTuple):
+    """After how many rounds, or seconds, a snapshot is taken; both 0: only by hand."""
+
+    rounds: int = 50
+    seconds: float = 0.0
+
+
+DEFAULT_EVERY = SnapshotEvery()
+
+
 class Snapshots:
     """The snapshots of one server. Not thread-safe.
 
     Args:
         folder: Where they are.
-        every: A cut is taken after each `every` rounds.
+        every: What workers are told.
         identity: What the facts of each snapshot say about the server, beside the job.
         budget: Memory for the copy is claimed here.
         run: Starts a function, and returns at once.
@@ -56,7 +68,7 @@ class Snapshots:
     def __init__(
         self,
         folder: SnapshotFolder,
-        every: int,
+        every: SnapshotEvery,
         identity: Mapping[str, Any],
         budget: Budget,
         run: Callable[[Callable[[], None]], Task] = BackgroundTask,
@@ -68,8 +80,10 @@ class Snapshots:
         self._run = run
         self._buffer, self._claimed = CopyBuffer(), 0
         self._writing: _Writing | None = None
-        self._latest: dict[str, int] = {}
-        """Job → the last round at which a cut was taken, or should have been."""
+        self._due: dict[str, tuple[int, int]] = {}
+        """Job → how many cuts were due, and the round of the last one."""
+        self._uneven: Counter[str] = Counter()
+        """Job → how many requests in a row came when its tables had ended different numbers of rounds."""
         self._warned: set[tuple[str, str]] = set()
         """(job, text) of the warnings that were logged."""
         self._problem = ""
@@ -80,61 +94,62 @@ class Snapshots:
 
     # ---------------------------------------------------------------- taking them
 
-    def take_if_due(self, space: Namespace, body: m.Contribute, namespaces: Mapping[str, Namespace]) -> None:
-        """Take a cut if one is due, before anything of a contribution is used.
+    def cut(self, name: SnapshotName, spaces: Sequence[Namespace], kept: Collection[int]) -> str:
+        """Take a cut, and begin to write it; return what has come of the request, see `CutAnswer` of the workers.
 
         Args:
-            space: To which the contribution is made.
-            namespaces: All of the engine.
+            name: With the round after which all tables are, if it is taken at all.
+            spaces: Those of the job that have tables here.
+            kept: The rounds of the snapshots that are not removed.
         """
-        if not self.every or not space.tables:
-            return
-        if not space.mode.is_sync:
-            self._warn_once(
-                job_of(space.name),
-                "takes no snapshots: it is asynchronous, so a round is no state of all ranks",
-            )
-            return
-        number = int(space.rounds.shared.numbers[0])
-        if not number or number % self.every or self._latest.get(space.name) == number:
-            return
-        # Who only asks how the last round has ended does not know yet whether it has on every server.
-        begins = (body.pushes[:, 1] == number).any() or any(
-            round_ == number and not flags & m.REPEATS for round_, flags in body.commits[:, (1, 5)].tolist()
-        )
-        if not begins:
-            return
-        # 1. Have all tables of the job ended as many rounds?
-        of_job = spaces_of_job(space.name, namespaces)
-        numbers = {int(n) for one in of_job for n in one.rounds.shared.numbers[: len(one.tables)]}
-        if len(numbers) > 1:
-            self._warn_of_uneven_rounds(space.name, max(numbers))
-            return
-        for one in of_job:
-            self._latest[one.name] = number
-        # 2. Take it, unless it would be of no use or the last one is not written yet.
-        if (why := _why_useless(of_job)) is not None:
-            self._warn_once(job_of(space.name), f"takes no snapshots: {why}")
-            return
         self.settle()
+        job, number = name.job, name.round
+        # 1. Is it of use, and is there a round that all tables have ended?
+        if not spaces:
+            return "none"
+        if (why := _why_useless(spaces)) is not None:
+            self._warn_once(job, f"takes no snapshots: {why}")
+            return "useless"
+        if _rounds_of(spaces) != {number}:
+            self._uneven[job] += 1
+            if self._uneven[job] == _MAX_UNEVEN:
+                self._warn_once(
+                    job,
+                    f"has no snapshot near round {number}, because its keys have not ended as many rounds at the same "
+                    "time",
+                )
+            return "uneven"
+        self._uneven.pop(job, None)
+        # 2. A request that is repeated, and one that comes too early.
+        count, last = self._due.get(job, (0, 0))
+        if last != number:
+            count += 1
+            self._due[job] = count, number
+        if (self._writing is not None and self._writing.name == name) or self._folder.has(name):
+            return "taken"
         if self._writing is not None:
             _log.warning("no snapshot after round %d: the one before it is still being written", number)
-            return
-        self.take(SnapshotName(job_of(space.name), number), of_job)
+            return "busy"
+        # 3. Take it.
+        return "taken" if self._take(name, spaces, count, kept) else "failed"
 
-    def take(self, name: SnapshotName, spaces: Sequence[Namespace]) -> None:
-        """Copy the present state of a job's namespaces, and begin to write it."""
+    def _take(
+        self, name: SnapshotName, spaces: Sequence[Namespace], ordinal: int = 0, kept: Collection[int] = ()
+    ) -> bool:
+        """Copy the present state of a job's namespaces, and begin to write it; return whether there was memory."""
         try:
             cuts = make_cut(spaces, self._buffer)
             self._claim()
         except (KVStoreError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError without memory
             self._note_problem(name, error)
             self._buffer = CopyBuffer()
-            return
+            return False
         failpoint("server.snapshot.cut")
-        facts = {**self._identity, "every": self.every, "loaded": list(spaces[0].lineage.loaded)}
-        facts["holders"] = sorted({s for one in spaces for table in one.tables for s in table.plan.servers})
-        self._writing = _Writing(name, self._run(lambda: self._write(name, facts, cuts)))
+        holders = sorted({s for one in spaces for table in one.tables for s in table.plan.servers})
+        loaded = list(spaces[0].lineage.loaded)
+        facts = {**self._identity, "ordinal": ordinal, "loaded": loaded, "holders": holders}
+        self._writing = _Writing(name, self._run(lambda: self._write(name, facts, cuts, kept)))
+        return True
 
     def save(self, name: SnapshotName, spaces: Sequence[Namespace]) -> bool:
         """Save the present state of a job by hand; return whether it is on the disk. Call it again until it is.
@@ -155,7 +170,7 @@ class Snapshots:
             raise RecoveryError(f"server {self._identity['server']} could not save {name}: {describe(error)}")
         if self._writing is None:
             _check_savable(name, spaces)
-            self.take(name, spaces)
+            self._take(name, spaces)
         return False
 
     def keep(self, name: SnapshotName) -> None:
@@ -183,27 +198,22 @@ class Snapshots:
         self._problem = ""
         self._known = self._folder.all()
 
-    def _write(self, name: SnapshotName, facts: Mapping[str, Any], cuts: Sequence[SpaceCut]) -> None:
-        """Write a snapshot, and remove old ones; in the background."""
+    def _write(
+        self, name: SnapshotName, facts: Mapping[str, Any], cuts: Sequence[SpaceCut], kept: Collection[int]
+    ) -> None:
+        """Remove old snapshots, and write one; in the background."""
+        if not name.tag:
+            of_job = [one for one in self._folder.all() if one.name.job == name.job]
+            self._remove([one for one in of_job if one.name.round not in kept])
         self._folder.write(name, facts, tensors_of(cuts))
-        if name.tag:
-            return
-        of_job = [one for one in self._folder.all() if one.name.job == name.job]
-        kept = latest_of([one for one in of_job if one.name.round <= name.round], KEPT)
-        self._remove([one for one in of_job if one not in kept])
 
     def _claim(self) -> None:
         more = self._buffer.nbytes - self._claimed
         self._budget.claim(more, "the copy from which a snapshot is written")
         self._claimed += more
 
-    def _warn_of_uneven_rounds(self, job: str, number: int) -> None:
-        if number % self.every:
-            self._warn_once(
-                job,
-                f"has no snapshot near round {number}, because its keys have not ended as many rounds at the same "
-                "time",
-            )
+    def warn_of_asynchronous(self, job: str) -> None:
+        self._warn_once(job, "takes no snapshots: it is asynchronous, so a round is no state of all ranks")
 
     def _warn_once(self, job: str, text: str) -> None:
         if (job, text) not in self._warned:
@@ -235,7 +245,7 @@ class Snapshots:
     def of_job(self, job: str) -> list[StoredSnapshot]:
         """Return the snapshots of a job from which it can go on by itself, the latest last."""
         self.settle()
-        return latest_of([one for one in self._known if one.name.job == job], KEPT + 1)
+        return latest_of([one for one in self._known if one.name.job == job], KEPT)
 
     def find(self, job: str, round_: int) -> StoredSnapshot:
         """Return a snapshot of a job. Raises ConfigurationError if there is none of that round."""
@@ -260,18 +270,23 @@ class Snapshots:
     def go_back(self, job: str, round_: int) -> None:
         """Forget what was noted of a job's rounds, because it goes on from a former one; its later cuts are dropped."""
         self.settle(_LAST_WRITE)
-        self._latest = {name: number for name, number in self._latest.items() if job_of(name) != job}
+        self._due.pop(job, None)
         self._remove([one for one in self._known if one.name.job == job and one.name.round > round_])
         self._known = self._folder.all()
 
-    def note_restored(self, space: Namespace) -> None:
-        """Note that a snapshot of a namespace's present round exists."""
-        self._latest[space.name] = int(space.rounds.shared.numbers[0])
+    def note_restored(self, job: str, ordinal: int, round_: int) -> None:
+        """Note that a job goes on from a snapshot, and how many were due up to then."""
+        self._due[job] = ordinal, round_
+
+    def num_due(self, job: str, rounds: int) -> int:
+        """Return how many cuts of a job were due in that many rounds since it has begun here."""
+        by_rounds = max(rounds - 1, 0) // self.every.rounds if self.every.rounds else 0
+        return max(self._due.get(job, (0, 0))[0], by_rounds)
 
     def forget(self, job: str) -> None:
         """Remove the snapshots of a job that is over."""
         self.settle(_LAST_WRITE)
-        self._latest = {name: number for name, number in self._latest.items() if job_of(name) != job}
+        self._due.pop(job, None)
         self._remove([one for one in self._known if one.name.job == job])
         self._known = self._folder.all()
 
@@ -281,7 +296,8 @@ class Snapshots:
         latest = {one.name.job: one.name.round for one in sorted(self._known, key=lambda one: one.name.round)}
         return {
             "directory": str(self._folder.folder),
-            "every": self.every,
+            "every": self.every.rounds,
+            "seconds": self.every.seconds,
             "latest": latest,
             "is_writing": self._writing is not None,
             "problem": self._problem,
@@ -306,15 +322,20 @@ def spaces_of_job(name: str, namespaces: Mapping[str, Namespace]) -> list[Namesp
     return [one for other, one in sorted(namespaces.items()) if one.tables and other.partition("/")[0] == job]
 
 
+def _rounds_of(spaces: Iterable[Namespace]) -> set[int]:
+    """Return how many rounds the tables of namespaces have ended."""
+    return {int(n) for one in spaces for n in one.rounds.shared.numbers[: len(one.tables)]}
+
+
 def _check_savable(name: SnapshotName, spaces: Sequence[Namespace]) -> None:
     """Raise ConfigurationError if a job cannot be saved by hand now."""
     if (why := _why_useless(spaces)) is not None:
         raise ConfigurationError(f"job {name.job!r} cannot be saved: {why}")
-    rounds = sorted({int(n) for one in spaces for n in one.rounds.shared.numbers[: len(one.tables)]})
-    if rounds != [name.round]:
+    rounds = _rounds_of(spaces)
+    if rounds != {name.round}:
         raise ConfigurationError(
-            f"job {name.job!r} cannot be saved after round {name.round}, because its keys are after {rounds}. Save "
-            "between two steps of this worker, when all keys and Trainers of the store have made as many rounds"
+            f"job {name.job!r} cannot be saved after round {name.round}, because its keys are after {sorted(rounds)}. "
+            "Save between two steps of this worker, when all keys and Trainers of the store have made as many rounds"
         )
 
 

@@ -202,6 +202,8 @@ class Snapshot:
     action "list" asks what the server holds of the job, and to which rounds it can go back. "restore" lets it go back
     to one of these, or to the beginning; the first of several ranks that ask for the same one counts.
 
+    "cut" asks for a snapshot of the present state, between two rounds of the worker with rank 0.
+
     "save" asks it to save the present state under a tag, and whether it has; "keep" removes what was saved under the
     tag before, "drop" removes what was saved. "find" asks what can be loaded, "check" whether it is as it was saved;
     "restore" with a tag loads it.
@@ -209,7 +211,7 @@ class Snapshot:
 
     action: str
     round: int = 0
-    """To go back to; 0: to the beginning. The one after which the state is saved."""
+    """To go back to; 0: to the beginning. Or how many rounds have ended in the state that is written."""
     generation: int = 0
     """How often the job will have gone back then; a server that has gone back as often changes nothing."""
     has_tables: bool = True
@@ -218,6 +220,8 @@ class Snapshot:
     """The name of what is saved or loaded; empty for snapshots that servers take."""
     save: str = ""
     """Which save of that tag: 24 hexadecimal digits, ascending."""
+    keep: tuple[int, ...] = ()
+    """The rounds of the snapshots that are kept beside the next one; the server removes the others of the job."""
 
 
 @dataclass(frozen=True, slots=True)

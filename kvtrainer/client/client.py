@@ -36,6 +36,7 @@ from kvtrainer.client.row_reads import RowPulls
 from kvtrainer.client.saves import load, save
 from kvtrainer.client.session import Report, Session, SessionOptions, SessionTrace, Transport
 from kvtrainer.client.shared_gradients import SharedGradients
+from kvtrainer.client.snapshot_schedule import SnapshotSchedule
 from kvtrainer.client.tables import RemoteTable
 
 _TABLES_PER_REGISTER = 64
@@ -246,6 +247,21 @@ class Client:
     def stats(self) -> list[dict[str, Any]]:
         replies = [self._session.call(server, m.Stats()) for server in range(self.num_servers)]
         return [dict(reply.values) for reply in replies if isinstance(reply, m.Status)]
+
+    def schedule_snapshots(self, schedule: SnapshotSchedule | None) -> SnapshotSchedule | None:
+        """Ask for snapshots before rounds of this client, if servers take some and no other rank asks for them.
+
+        Args:
+            schedule: That of other clients of this worker.
+
+        Returns what `schedule` is for the next client; None if there are no snapshots, or another rank asks.
+        """
+        session = self._session
+        if self.options.rank == 0 and self.options.mode.is_sync and session.snapshot_period:
+            if schedule is None:
+                schedule = SnapshotSchedule(session.snapshot_period, session.common_snapshots, session.clock)
+            self.rounds.snapshots = schedule
+        return schedule
 
     @property
     def rounds_ended(self) -> frozenset[int]:

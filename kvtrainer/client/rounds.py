@@ -46,6 +46,7 @@ from kvtrainer.client.prefetch import Prefetch
 from kvtrainer.client.round import Round
 from kvtrainer.client.server_request import NO_COMMITS, ServerRequest
 from kvtrainer.client.session import Session
+from kvtrainer.client.snapshot_schedule import SnapshotSchedule
 from kvtrainer.client.tables import RemoteTable, Tables
 from kvtrainer.types import Arenas
 
@@ -74,6 +75,8 @@ class Rounds:
         self._eager_pushes: dict[int, EagerPush] = {}
         """Table (index) → its eager pushes."""
         self._prefetch = Prefetch()
+        self.snapshots: SnapshotSchedule | None = None
+        """When servers are asked for snapshots; None: another worker asks for them, or there are none."""
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
         session.on_reconnect.append(self._resend_after_restart)
@@ -102,6 +105,8 @@ class Rounds:
             if table.index in self.open or self.tables.broken:
                 self.wait_pending(table)
             is_encoded |= table.compressor is not None
+        if self.snapshots is not None and not is_read:
+            self._take_snapshot_if_due(self.snapshots, tables)
         # Over a network request the new weights now if they are likely to be pulled.
         buffers = None
         if session.is_remote and not is_read:
@@ -173,6 +178,13 @@ class Rounds:
             for request, commit in commits:
                 session.send(request.server, request.number, commit, priority)
                 failpoint("worker.round.next_commit")
+
+    def _take_snapshot_if_due(self, schedule: SnapshotSchedule, tables: Sequence[RemoteTable]) -> None:
+        """Let servers take a snapshot if one is due, before anything of the next round of some tables is sent."""
+        session, number = self._session, max([table.round for table in tables], default=0)
+        if schedule.is_due(session.options.namespace, number):
+            answers = session.take_snapshot(number, schedule.kept)
+            schedule.record(session.options.namespace, number, answers)
 
     def _declare_intent(self, round_: Round, eager: EagerPush | None) -> None:
         session, contribution = self._session, round_.contribution
@@ -271,6 +283,8 @@ class Rounds:
             return
         # 1. The first slice of a round: tell servers over a network what to expect.
         if self._reset_if_over(eager, table):
+            if self.snapshots is not None:
+                self._take_snapshot_if_due(self.snapshots, [table])
             if table.compressor is not None:
                 table.compressor.begin()
             if self._session.is_remote:

@@ -52,7 +52,8 @@ from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payl
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.channel import Channel
 from kvtrainer.client.absences import SETTLE_TIME, Absences
-from kvtrainer.client.snapshots import choose_cut, read_offer
+from kvtrainer.client.snapshot_schedule import CutAnswer, SnapshotPeriod, read_answer
+from kvtrainer.client.snapshots import choose_cut, common_rounds, read_offer
 
 _log = logging.getLogger(__name__)
 
@@ -279,6 +280,10 @@ class Session:
         """Whether there is a network between the workers of synchronous rounds and some of their servers."""
         self.restored_round = 0
         """The round to which the job has gone back by a snapshot, since its servers have started; 0: it has not."""
+        self.snapshot_period = SnapshotPeriod()
+        """How often snapshots are taken, as the servers say."""
+        self.common_snapshots: Sequence[int] = ()
+        """The rounds of those that all servers had when this worker connected."""
         self.spread_from = 0
         """Bytes. A Trainer's table of at least this size is spread over all servers; a smaller one lies on one of them.
         Each server says a value when its session opens, and the smallest counts."""
@@ -385,6 +390,15 @@ class Session:
         found = self.call_all(asked, self.options.connect_timeout)
         offers = [read_offer(one) for one in found]
         self.restored_round = max(one.restored for one in offers)
+        self.common_snapshots = common_rounds(offers)
+        self.snapshot_period = min(one.period for one in offers)
+        without = [server for server, one in enumerate(offers) if not one.period]
+        if without and len(without) < len(offers):
+            _log.warning(
+                "no snapshots are taken, because servers %s take none; start all servers with --state-dir, and with "
+                "the same --snapshot-every",
+                ", ".join(map(str, without)),
+            )
         chosen = choose_cut(offers)
         if chosen is None:
             return
@@ -394,6 +408,19 @@ class Session:
             )
         cut, generation, tag, save = chosen
         self.go_back(cut.round, generation, cut.holders, tag, save)
+
+    def take_snapshot(self, round_: int, kept: Sequence[int]) -> dict[int, CutAnswer]:
+        """Let all servers take a snapshot of their present state, after a round; blocks until they have copied it.
+
+        Returns their answers, by server.
+
+        Args:
+            kept: The rounds of those that they keep.
+        """
+        body = m.Snapshot("cut", round_, keep=tuple(kept))
+        answers = self.call_all([(server, body) for server in range(self.num_servers)])
+        failpoint("worker.snapshot.taken")
+        return {server: read_answer(answer) for server, answer in enumerate(answers)}
 
     def go_back(
         self, round_: int, generation: int, holders: Collection[int], tag: str = "", save: str = ""

@@ -12,12 +12,20 @@ from typing import NamedTuple
 
 from kvstore_server.errors import ProtocolError, ServerLostState
 from kvstore_server.protocol import messages as m
+from kvtrainer.client.snapshot_schedule import SnapshotPeriod
 
 
 class StoredCut(NamedTuple):
+    """A snapshot that a server has.
+
+    Args:
+        holders: The servers on which the job has tables.
+        ordinal: How many were due up to then, this one included.
+    """
+
     round: int
     holders: frozenset[int]
-    """The servers on which the job has tables."""
+    ordinal: int = 1
 
 
 _BEGINNING = StoredCut(0, frozenset())
@@ -32,7 +40,8 @@ class ServerOffer(NamedTuple):
         cuts: What the server can go back to.
         generation: How often it has gone back.
         restored: To which round the last time; 0 if it has not.
-        every: After how many rounds it takes a snapshot; 0: never.
+        period: How often it takes snapshots; never, if it has no --state-dir.
+        due: How many were due since the job has begun there.
         tag, save: What the job has loaded the last time that it has gone back, if that was by hand.
     """
 
@@ -41,7 +50,8 @@ class ServerOffer(NamedTuple):
     cuts: Sequence[StoredCut]
     generation: int
     restored: int
-    every: int
+    period: SnapshotPeriod
+    due: int
     tag: str = ""
     save: str = ""
 
@@ -52,11 +62,12 @@ def read_offer(answer: m.ReplyBody) -> ServerOffer:
         raise ProtocolError(f"a server is asked for its snapshots, and answers {answer!r:.200}")
     values = answer.values
     try:
-        cuts = [StoredCut(int(at), frozenset(map(int, own))) for at, own in values["cuts"]]
-        numbers = [int(values[name]) for name in ("round", "generation", "restored", "every")]
-        holders, (round_, generation, restored, every) = frozenset(map(int, values["holders"])), numbers
+        cuts = [StoredCut(int(at), frozenset(map(int, own)), int(n)) for at, own, n in values["cuts"]]
+        numbers = [int(values[name]) for name in ("round", "generation", "restored", "due")]
+        holders, (round_, generation, restored, due) = frozenset(map(int, values["holders"])), numbers
         tag, save = str(values["tag"]), str(values["save"])
-        return ServerOffer(round_, holders, cuts, generation, restored, every, tag, save)
+        period = SnapshotPeriod(int(values["every"]), float(values["seconds"]))
+        return ServerOffer(round_, holders, cuts, generation, restored, period, due, tag, save)
     except (LookupError, TypeError, ValueError) as error:
         raise ProtocolError(f"a server says of its snapshots {values!r:.200}: {error!r}") from None
 
@@ -116,12 +127,26 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
         return CutChoice(max(common, key=lambda cut: cut.round), newest + 1)
     # 4. There is none. A job that has not reached its first snapshot begins again; the progress of a later one is not
     # thrown away without being asked.
-    least = min(one.every for one in offers)
-    latest = max([cut.round for cut in cuts] + [one.round - least for one in live], default=0)
-    if latest > least or not least:
+    without = [at for at, one in enumerate(offers) if not one.period]
+    if without or max([cut.ordinal for cut in cuts] + [one.due for one in live], default=0) > 1:
+        why = f" (servers {', '.join(map(str, without))} take none, see --state-dir and --snapshot-every)"
         raise ServerLostState(
             f"servers {', '.join(map(str, lost))} have lost what they held of this job, and no snapshot is on all of "
-            f"its servers: they have those of rounds {[sorted(one) for one in at_server]}. Stop the servers, and start "
-            "the job with an empty --state-dir, from its last saved states"
+            f"its servers: they have those of rounds {[sorted(one) for one in at_server]}{why if without else ''}. "
+            "Stop the servers, and start the job with an empty --state-dir, from its last saved states"
         )
-    return CutChoice(_BEGINNING, newest + 1)
+    origin = next((one for one in live if one.tag), None)
+    if origin is None:
+        return CutChoice(_BEGINNING, newest + 1)
+    return CutChoice(StoredCut(origin.restored, frozenset(needed)), newest + 1, origin.tag, origin.save)
+
+
+def common_rounds(offers: Sequence[ServerOffer]) -> list[int]:
+    """Return the rounds of the snapshots that all servers have on which the job has tables."""
+    cuts = {cut.round: cut for one in offers for cut in one.cuts}
+    at_server = [{cut.round for cut in one.cuts} for one in offers]
+    return [
+        at
+        for at, cut in sorted(cuts.items())
+        if all(server < len(offers) and at in at_server[server] for server in cut.holders)
+    ]

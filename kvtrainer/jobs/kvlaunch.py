@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore_server import __version__
-from kvstore_server.check import is_loopback
+from kvstore_server.check import is_loopback, rounds_or_seconds
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.supervisor import DURABILITIES, DURABILITY
 from kvtrainer.common.env import (
@@ -309,9 +309,10 @@ def _make_parser() -> argparse.ArgumentParser:
         "is lost; with --restart by itself, otherwise when it is started again [KVSTORE_STATE_DIR]",
     )  # fmt: skip
     add(
-        "--snapshot-every", type=_integer_at_least(1), metavar="N",
+        "--snapshot-every", type=_parse_period, metavar="N",
         default=os.environ.get(SNAPSHOT_EVERY) or None,
-        help="with --state-dir: take a snapshot after this many rounds (50) [KVSTORE_SNAPSHOT_EVERY]",
+        help="with --state-dir: take a snapshot after this many rounds (50), or with a number like 30s after as many "
+        "seconds; 0: only when a worker calls kv.save [KVSTORE_SNAPSHOT_EVERY]",
     )  # fmt: skip
     add(
         "--rejoin-timeout", type=_parse_seconds, metavar="SEC",
@@ -374,6 +375,16 @@ def _parse_bind_address(text: str) -> str:
     if not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not [HOST:]PORT")
     return f"{host or '127.0.0.1'}:{port}"
+
+
+def _parse_period(text: str) -> str:
+    try:
+        rounds_or_seconds(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of rounds nor, like 30s, one of seconds"
+        ) from None
+    return text
 
 
 def _parse_seconds(text: str) -> float:

@@ -23,6 +23,7 @@ from kvtrainer.client.client import Client
 from kvtrainer.client.connection import Connection
 from kvtrainer.client.message_faults import FAULTS, FaultyTransport, parse_faults
 from kvtrainer.client.session import SessionOptions, Transport
+from kvtrainer.client.snapshot_schedule import SnapshotSchedule
 from kvtrainer.common import env
 from kvtrainer.common.exit_code import exit_when_fenced
 from kvtrainer.common.thread_guard import exclusive
@@ -158,6 +159,7 @@ class DistKVStore(TableKVStore):
         """Number of an agreement → its client; closed ones are dropped when the next one is opened."""
         weakref.finalize(self, _close_clients, self._clients)
         self._sides = 0
+        self._snapshots: SnapshotSchedule | None = None
         super().__init__(type, self._connect(""))
 
     def open_client(self, by_host: bool = False, resumes: bool = False) -> Client:
@@ -274,6 +276,7 @@ class DistKVStore(TableKVStore):
         except BaseException as error:
             client.close(error)
             raise
+        self._snapshots = client.schedule_snapshots(self._snapshots)
         return client
 
 

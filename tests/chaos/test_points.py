@@ -103,7 +103,8 @@ PLACES = {
 OF_SNAPSHOTS = {
     name
     for name in POINTS
-    if name.startswith(("server.snapshot.", "worker.save.")) or name == "worker.connect.next_return"
+    if name.startswith(("server.snapshot.", "worker.snapshot.", "worker.save."))
+    or name == "worker.connect.next_return"
 }
 """These are met in `test_snapshots` and `test_saves`, in jobs that write some."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvstore_server.durable.snapshot_folder import SnapshotFolder
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.engine.snapshots import Snapshots
+from kvstore_server.engine.snapshots import SnapshotEvery, Snapshots
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.rows import RowSet
@@ -43,9 +43,15 @@ class SnapshotServers:
     """Servers with snapshots in a directory; `lose` lets some of them begin again without memory."""
 
     def __init__(
-        self, root: Path, count: int, every: int, run: Callable[[Callable[[], None]], Any] = Immediately
+        self,
+        root: Path,
+        count: int,
+        every: int,
+        run: Callable[[Callable[[], None]], Any] = Immediately,
+        seconds: float = 0.0,
     ) -> None:
-        self.root, self.count, self.every, self._run = root, count, every, run
+        self.root, self.count, self._run = root, count, run
+        self.period = SnapshotEvery(every, seconds)
         self._runs = 0
         self.engines: list[Engine] = [self._start(at) for at in range(count)]
 
@@ -71,7 +77,7 @@ class SnapshotServers:
         config = EngineConfig(at, self.count, run_id=self._runs)
         identity = {"server": at, "num_servers": self.count, "capability": ""}
         folder = SnapshotFolder(str(self.root), at)
-        made = partial(Snapshots, folder, self.every, identity, run=self._run)
+        made = partial(Snapshots, folder, self.period, identity, run=self._run)
         return Engine(config, snapshots=made)
 
 
@@ -86,7 +92,7 @@ _processes = itertools.count(1)
 class SnapshotJob:
     """One worker with one table, whose gradients are a function of the round.
 
-    With `tag`, it loads what was saved under it before it begins.
+    With `tag`, it loads what was saved under it before it begins. `number`: which Trainer of the worker it is.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class SnapshotJob:
         rows: Mapping[int, int] | None = None,
         resumes: bool = True,
         tag: str | None = None,
+        number: int = 1,
     ) -> None:
         engines = servers.engines if isinstance(servers, SnapshotServers) else servers
         self.plan, self._rows = plan, rows or {}
@@ -107,12 +114,13 @@ class SnapshotJob:
                 SessionOptions(namespace, 0, 1, address=f"host:{next(_processes)}", resumes=resumes),
                 time.monotonic,
             )
-            for namespace in ("job", "job/trainer1")
+            for namespace in ("job", f"job/trainer{number}")
         )
         self._store.connect()
         if tag is not None:
             self._store.load(tag)
         self.client.connect()
+        self.client.schedule_snapshots(None)
         self.exchange = StoreExchange(self.client, plan, optimizer, is_dist=True, resumes=resumes)
         self.weights = {
             name: torch.linspace(-1, 1, size).to(getattr(torch, name))

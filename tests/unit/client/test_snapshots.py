@@ -6,15 +6,17 @@ import pytest
 
 from kvstore_server.errors import ProtocolError, ServerLostState
 from kvstore_server.protocol import messages as m
+from kvtrainer.client.snapshot_schedule import SnapshotPeriod
 from kvtrainer.client.snapshots import CutChoice, ServerOffer, StoredCut, choose_cut, read_offer
 
 BOTH = frozenset({0, 1})
 
 
 def offer(round_: int, *cuts: int, holders: frozenset[int] = BOTH, every: int = 50) -> ServerOffer:
-    return ServerOffer(
-        round_, holders if round_ >= 0 else frozenset(), [StoredCut(c, BOTH) for c in cuts], 0, 0, every
-    )
+    stored = [StoredCut(at, BOTH, at // every) for at in cuts]
+    due = max(round_ - 1, 0) // every if every else 0
+    own = holders if round_ >= 0 else frozenset[int]()
+    return ServerOffer(round_, own, stored, 0, 0, SnapshotPeriod(every), due)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,32 @@ def test_a_job_goes_back_to_the_latest_round_that_all_servers_have_if_one_has_lo
     )
 
 
+def test_a_server_that_takes_no_snapshots_is_named() -> None:
+    with pytest.raises(ServerLostState, match=r"servers 1 take none"):
+        choose_cut([offer(-1, 50), offer(3, every=0)])
+
+
+@pytest.mark.parametrize(("due", "is_young"), [(1, True), (2, False)])
+def test_a_job_with_a_period_in_seconds_begins_again_only_before_its_second_snapshot(
+    due: int, is_young: bool
+) -> None:
+    offers = [offer(500)._replace(period=SnapshotPeriod(0, 30.0), due=due), offer(-1)]
+    if is_young:
+        assert choose_cut(offers) == CutChoice(StoredCut(0, frozenset()), 1)
+        return
+    with pytest.raises(ServerLostState):
+        choose_cut(offers)
+
+
+def test_a_job_that_has_begun_with_what_was_saved_goes_back_to_that_before_its_first_snapshot() -> None:
+    loaded = offer(123)._replace(generation=1, restored=100, due=0, tag="best", save="5")
+    expected = CutChoice(StoredCut(100, BOTH), 2, "best", "5")
+    assert choose_cut([loaded, offer(-1)]) == expected
+    # One was lost before it has gone back.
+    young = loaded._replace(round=100)
+    assert choose_cut([young, offer(-1, 50)]) == expected._replace(generation=1)
+
+
 def returned(round_: int, restored: int, *cuts: int, times: int = 1) -> ServerOffer:
     return offer(round_, *cuts)._replace(generation=times, restored=restored)
 
@@ -50,11 +78,11 @@ def returned(round_: int, restored: int, *cuts: int, times: int = 1) -> ServerOf
     [
         ([returned(100, 100, 50, 100), returned(104, 100, 50, 100)], None),
         # One was killed before it could go back, and has the state of before.
-        ([returned(100, 100, 50, 100), offer(107, 50, 100)], CutChoice(StoredCut(100, BOTH), 1)),
-        ([returned(100, 100, 50, 100), offer(100, 50, 100)], CutChoice(StoredCut(100, BOTH), 1)),
+        ([returned(100, 100, 50, 100), offer(107, 50, 100)], CutChoice(StoredCut(100, BOTH, 2), 1)),
+        ([returned(100, 100, 50, 100), offer(100, 50, 100)], CutChoice(StoredCut(100, BOTH, 2), 1)),
         ([returned(-1, 0), offer(30)], CutChoice(StoredCut(0, frozenset()), 1)),
         # It has lost its state after they went on.
-        ([returned(120, 50, 50, 100), offer(-1, 50, 100)], CutChoice(StoredCut(100, BOTH), 2)),
+        ([returned(120, 50, 50, 100), offer(-1, 50, 100)], CutChoice(StoredCut(100, BOTH, 2), 2)),
         # The snapshot is damaged there.
         ([returned(100, 100, 50, 100), offer(107, 50)], CutChoice(StoredCut(50, BOTH), 2)),
     ],

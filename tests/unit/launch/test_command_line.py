@@ -107,6 +107,26 @@ def test_lost_servers_are_started_again_where_they_write_snapshots(given: list[t
     assert (environ["KVSTORE_STATE_DIR"], environ["KVSTORE_SNAPSHOT_EVERY"]) == ("there", "7")
 
 
+@pytest.mark.parametrize(("text", "expected"), [("7", (7, 0.0)), ("2.5s", (0, 2.5)), ("0", (0, 0.0))])
+def test_a_period_of_snapshots_is_a_number_of_rounds_or_of_seconds(
+    text: str, expected: tuple[int, float], launched: Call
+) -> None:
+    _, environ, _ = launched("-n", "1", "--state-dir", "there", "--snapshot-every", text, "true")
+    assert environ["KVSTORE_SNAPSHOT_EVERY"] == text
+    assert cli.build_parser(environ).parse_args([]).snapshot_every == expected
+
+
+@pytest.mark.parametrize("text", ["-1", "0s", "infs", "s", "soon", "1m", "2.5"])
+def test_what_is_no_period_of_snapshots_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for main, arguments in (
+        (kvlaunch.main, ["-n", "1", "--state-dir", "there"]),
+        (cli.main, ["--index", "0"]),
+    ):
+        with pytest.raises(SystemExit):
+            main([*arguments, f"--snapshot-every={text}", "true"])
+        assert "like 30s" in capsys.readouterr().err
+
+
 def test_what_servers_and_workers_read_for_themselves_is_passed_on(launched: Call) -> None:
     _, environ, _ = launched("-n", "1", "--durability", "process", "--rejoin-timeout", "2.5", "true")
     assert (environ["KVSTORE_DURABILITY"], environ["KVSTORE_REJOIN_TIMEOUT"]) == ("process", "2.5")

@@ -20,7 +20,7 @@ from kvstore_server.errors import (
 from kvstore_server.protocol import messages as m
 from tests.support.engines import plan_of
 from tests.support.snapshots import Immediately, SnapshotJob, SnapshotServers, plain_engines
-from tests.unit.server.test_snapshots import CASES, DENSE, adam
+from tests.unit.server.test_snapshots import CASES, DENSE, FullDisk, adam
 
 NEVER = 1000
 Make = Callable[..., SnapshotServers]
@@ -44,16 +44,6 @@ def servers(tmp_path: Path) -> Iterator[Make]:
 def saved_under(there: SnapshotServers, tag: str) -> list[int]:
     """How many saves of a tag each server has."""
     return [len(list(there.root.glob(f"server-{at}/save-{tag}.*"))) for at in range(there.count)]
-
-
-class FullDisk:
-    """Runs nothing, as if there were no room."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.error: BaseException | None = OSError(28, "No space left on device")
-
-    def is_over(self, seconds: float = 0.0) -> bool:
-        return True
 
 
 def fill_disk(there: SnapshotServers, server: int, is_full: bool = True) -> None:

@@ -257,6 +257,23 @@ def test_what_a_process_left_half_written_is_removed_at_the_next_start(tmp_path:
     assert not left.exists()
 
 
+class FullDisk:
+    """Runs nothing, as if there were no room."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.error: BaseException | None = OSError(28, "No space left on device")
+
+    def is_over(self, seconds: float = 0.0) -> bool:
+        return True
+
+
+class Never(FullDisk):
+    """Runs nothing, as if the disk had come to a halt."""
+
+    def is_over(self, seconds: float = 0.0) -> bool:
+        return False
+
+
 def damage(data: bytes, draw: random.Random) -> bytes:
     """Flip a bit, cut some bytes off, or add some."""
     at = draw.randrange(len(data))
@@ -313,3 +330,60 @@ def test_a_damaged_snapshot_is_put_aside_and_the_next_start_goes_back_to_the_one
     with pytest.raises(RecoveryError, match="damaged"):
         SnapshotJob(there, DENSE, adam())
     assert SnapshotJob(there, DENSE, adam()).round == 4
+    [aside] = there.root.glob("server-0/damaged-*")  # to be looked at
+    assert aside.name == f"damaged-{latest.name}"
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_server_that_writes_slowly_or_fails_leaves_a_snapshot_that_all_have(
+    is_full: bool, servers: Make
+) -> None:
+    there = servers(2, 2)
+    job = SnapshotJob(there, DENSE, adam())
+    job.train(7)
+    slow = there.engines[1].snapshots
+    assert slow is not None
+    slow._run = FullDisk if is_full else Never
+    expected = job.train(31)
+    assert there.rounds(1) == [2, 4, 6]
+    assert 6 in there.rounds(0)
+    assert len(there.rounds(0)) <= 3
+    there.lose()
+    job = SnapshotJob(there, DENSE, adam())
+    assert job.round == 6
+    assert all(torch.equal(one, expected[name]) for name, one in job.train(31).items())
+
+
+def test_a_period_in_seconds_takes_snapshots_of_the_same_rounds_on_all_servers(servers: Make) -> None:
+    there = servers(2, 0, seconds=1e-9)
+    SnapshotJob(there, DENSE, adam()).train(6)
+    assert there.rounds(0) == there.rounds(1) == [3, 4, 5]
+    there.lose()
+    assert SnapshotJob(there, DENSE, adam()).round == 5
+
+
+def test_without_a_period_nothing_is_taken_but_by_hand(servers: Make) -> None:
+    there = servers(2, 0)
+    SnapshotJob(there, DENSE, adam()).train(6)
+    assert there.rounds(0) == there.rounds(1) == []
+
+
+def test_tables_that_never_end_as_many_rounds_are_named_once(
+    servers: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = servers(1, 2)
+    first, second = (SnapshotJob(there, DENSE, adam(), number=number) for number in (1, 2))
+    first.train(3)
+    with caplog.at_level(logging.WARNING):
+        second.train(13)
+    assert there.rounds() == []
+    assert [record.getMessage().count("have not ended as many rounds") for record in caplog.records] == [1]
+
+
+def test_two_trainers_that_take_turns_have_snapshots(servers: Make) -> None:
+    there = servers(2, 4)
+    jobs = [SnapshotJob(there, DENSE, adam(), number=number) for number in (1, 2)]
+    for until in range(2, 11):
+        for job in jobs:
+            job.train(until)
+    assert there.rounds(0) == there.rounds(1) == [4, 8]
