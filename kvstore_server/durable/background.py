@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+from kvstore_server.errors import KVStoreError
+
 _NICE = 10
 """How much the thread lowers its priority, so that it takes idle time first."""
 
@@ -21,6 +23,26 @@ class Task(Protocol):
     def is_over(self, seconds: float = 0.0) -> bool:
         """Wait up to some seconds for its end; return whether it has ended."""
         ...
+
+
+class Publication:
+    """Either what a task has written is published, or it is cancelled before; never both."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """Have nothing published from now on; what was published before stays."""
+        with self._lock:
+            self.is_cancelled = True
+
+    def publish(self, function: Callable[[], None]) -> None:
+        """Call a function that publishes. Raises KVStoreError if that was cancelled."""
+        with self._lock:
+            if self.is_cancelled:
+                raise KVStoreError("it is not needed any more")
+            function()
 
 
 class BackgroundTask:

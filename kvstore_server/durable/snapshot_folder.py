@@ -18,6 +18,7 @@ continue with another number of servers than wrote it.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvstore_server import __version__
+from kvstore_server.durable.background import Publication
 from kvstore_server.durable.tensor_file import write_tensors
 from kvstore_server.errors import ConfigurationError, RecoveryError
 from kvstore_server.failpoints import failpoint
@@ -126,7 +128,7 @@ class StoredSnapshot(NamedTuple):
 
 
 class SnapshotFolder:
-    """The directory of one server's snapshots, locked. Its methods may be called by one thread at a time.
+    """The directory of one server's snapshots, locked. While one thread writes, another one may do everything else.
 
     Args:
         root: The directory of all servers; made if it does not exist.
@@ -139,7 +141,7 @@ class SnapshotFolder:
     def __init__(self, root: str, server: int) -> None:
         self._root = Path(root)
         self.folder = self._root / f"server-{server}"
-        self._count = 0
+        self._count = itertools.count(1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock: BinaryIO | None = open(self.folder / _LOCK, "ab")  # noqa: SIM115  (held until `close`)
@@ -162,11 +164,28 @@ class SnapshotFolder:
             self._lock.close()
             self._lock = None
 
-    def write(self, name: SnapshotName, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def write(
+        self,
+        name: SnapshotName,
+        facts: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        publication: Publication | None = None,
+    ) -> None:
         """Write a snapshot; it replaces one of the same name. Blocks until it is on the disk.
 
-        Raises OSError if that is not possible; nothing of it is left then.
+        Args:
+            publication: Gives it its name, unless that is cancelled before.
+
+        Raises:
+            OSError: That is not possible; nothing of it is left then.
+            KVStoreError: It was cancelled; nothing of it is left.
         """
+
+        def publish() -> None:
+            replaced.append(self.take_away(name))
+            os.rename(temporary, self.folder / name.path)
+
+        replaced: list[Path | None] = []
         temporary = self._temporary()
         try:
             temporary.mkdir()
@@ -188,17 +207,23 @@ class SnapshotFolder:
                 _fsync(file)
             _fsync_folder(temporary)
             failpoint("server.snapshot.written")
-            self._remove_folder(self.folder / name.path)
-            os.rename(temporary, self.folder / name.path)
+            (publication or Publication()).publish(publish)
             failpoint("server.snapshot.renamed")
             _fsync_folder(self.folder)
+            delete(replaced)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def remove(self, name: SnapshotName) -> None:
-        """Remove a snapshot, if it exists. Raises OSError."""
-        self._remove_folder(self.folder / name.path)
+    def take_away(self, name: SnapshotName) -> Path | None:
+        """Rename a snapshot, so that it is none any more; return what is left to be deleted. Raises OSError."""
+        aside = self._temporary()
+        try:
+            os.rename(self.folder / name.path, aside)
+        except FileNotFoundError:
+            return None
+        failpoint("server.snapshot.prune")
+        return aside
 
     def all(self) -> list[StoredSnapshot]:
         """Return the snapshots that this server took, if their manifests are whole; others are named in the log."""
@@ -233,19 +258,15 @@ class SnapshotFolder:
         with suppress(OSError):
             os.rename(snapshot.folder, snapshot.folder.with_name(f"damaged-{snapshot.folder.name}"))
 
-    def _remove_folder(self, path: Path) -> None:
-        """Remove a directory, renamed first: what is left by a crash must not have the name of a snapshot."""
-        renamed = self._temporary()
-        try:
-            os.rename(path, renamed)
-        except FileNotFoundError:
-            return
-        failpoint("server.snapshot.prune")
-        shutil.rmtree(renamed, ignore_errors=True)
-
     def _temporary(self) -> Path:
-        self._count += 1
-        return self.folder / f"{_TEMPORARY}{os.getpid()}-{self._count}"
+        return self.folder / f"{_TEMPORARY}{os.getpid()}-{next(self._count)}"
+
+
+def delete(folders: Iterable[Path | None]) -> None:
+    """Delete what `take_away` has renamed; takes long if it is large."""
+    for folder in folders:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _ChecksumWriter:
@@ -279,7 +300,8 @@ def _snapshots_in(folder: Path, pattern: re.Pattern[str]) -> list[StoredSnapshot
         try:
             found.append(read_snapshot(path))
         except RecoveryError as error:
-            _log.error("%s; it is left out", error)
+            if path.exists():  # it was not just removed
+                _log.error("%s; it is left out", error)
     return found
 
 

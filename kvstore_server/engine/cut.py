@@ -10,7 +10,7 @@ a file and back; `restore_space` fills a namespace with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,15 @@ _MIN_CHUNK = 16 << 20
 
 
 class CopyBuffer:
-    """Memory for the copies of a cut, which is used again for the next one."""
+    """Memory for the copies of a cut, which is used again for the next one.
 
-    def __init__(self) -> None:
+    Args:
+        claim: Called with the bytes of new memory before it is allocated, and may raise; with their negative to return
+            them.
+    """
+
+    def __init__(self, claim: Callable[[int], None] = lambda nbytes: None) -> None:
+        self._claim = claim
         self._chunks: list[Tensor] = []
         self._at = 0
         """The chunk in which the next copy goes, and how much of it is taken."""
@@ -54,10 +60,24 @@ class CopyBuffer:
         while self._at < len(self._chunks) and self._used + nbytes > self._chunks[self._at].nbytes:
             self._at, self._used = self._at + 1, 0
         if self._at == len(self._chunks):
-            self._chunks.append(torch.empty(max(nbytes, _MIN_CHUNK), dtype=torch.uint8, device="cpu"))
+            self._allocate(max(nbytes, _MIN_CHUNK))
         own = self._chunks[self._at][self._used : self._used + tensor.nbytes]
         self._used += nbytes
         return own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def release(self) -> None:
+        """Return the memory; copies that are still in use keep theirs until they are not."""
+        self._claim(-self.nbytes)
+        self._chunks.clear()
+        self.reset()
+
+    def _allocate(self, nbytes: int) -> None:
+        self._claim(nbytes)
+        try:
+            self._chunks.append(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+        except BaseException:
+            self._claim(-nbytes)
+            raise
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import numpy as np
 from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandAnswer, CommandContext, Commands, repeated_answer
 from kvstore_server.debug_log import Peer
-from kvstore_server.durable.snapshot_folder import SnapshotName
+from kvstore_server.durable.snapshot_folder import SnapshotName, StoredSnapshot
 from kvstore_server.engine import pipelined
 from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
@@ -57,6 +57,7 @@ from kvstore_server.engine.rounds import (
     Waiter,
 )
 from kvstore_server.engine.snapshots import Snapshots, job_of, spaces_of_job
+from kvstore_server.engine.stored_reads import StoredJob, StoredReads
 from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.engine.views import Views
 from kvstore_server.errors import (
@@ -130,6 +131,9 @@ class Committed(NamedTuple):
     flags: int
 
 
+_READING = "the server reads a snapshot"
+
+
 class Answer(NamedTuple):
     """The reply to one request of a rank when rounds end."""
 
@@ -139,19 +143,6 @@ class Answer(NamedTuple):
     """Those of all commits of the request, if they are in `_COMMON_ANSWERS`. None: see `commits`."""
     commits: list[Committed]
     timeout: float
-
-
-class StoredJob(NamedTuple):
-    """What a server has of a job in a snapshot.
-
-    Args:
-        loaded: The tags that it descends from.
-        ordinal: How many snapshots were due up to then.
-    """
-
-    spaces: Sequence[StoredSpace]
-    loaded: tuple[str, ...] = ()
-    ordinal: int = 0
 
 
 class RankWait(NamedTuple):
@@ -215,6 +206,8 @@ class Engine:
         self._durability = durability
         self._changes = MemberChanges(config, self._fence)
         self.snapshots = None if snapshots is None else snapshots(self.budget)
+        self._reads = None if self.snapshots is None else StoredReads(self.snapshots.run)
+        """Snapshots that are being read to go back to them."""
         self._lineages: dict[str, Lineage] = {}
         """Job → from what it has continued here; none if it began here."""
         # 4. What handles each message.
@@ -364,6 +357,8 @@ class Engine:
                 self._forget_if_silent(space, silence)
         if self.snapshots is not None:
             self.snapshots.settle()
+        if self._reads is not None:
+            out += self._reads.resume(now)
         if self._durability is not None:
             self._durability.commit(self.namespaces, self._sessions, self._finished)
         return out
@@ -1249,6 +1244,8 @@ class Engine:
         if not self._open_namespaces(job):
             self._resumable.pop(job, None)
             self._lineages.pop(job, None)
+            if self.snapshots is not None:
+                self.snapshots.end(job_of(job))
             kept = [name for name, other in self._left.items() if other == job]
             self._left = {name: other for name, other in self._left.items() if other != job}
             for name in kept:
@@ -1289,8 +1286,8 @@ class Engine:
             rounds = [one.name.round for one in snapshots.of_job(name.job)]
             return _make_status(sender, {"state": state, "rounds": rounds})
         if body.action == "check":
-            self._read_stored(job_of(job), snapshots, body)
-            return _make_status(sender)
+            is_read = self._read_stored(sender, job_of(job), snapshots, body) is not None
+            return _make_status(sender) if is_read else _make_reply(sender.waiter, m.Pending((), _READING))
         if body.action not in ("keep", "drop"):
             raise ProtocolError(f"{body.action!r:.80} is no action of a Snapshot message")
         (snapshots.keep if body.action == "keep" else snapshots.drop)(name)
@@ -1359,7 +1356,9 @@ class Engine:
             return _make_status(sender)
         # 1. Read it completely, so that nothing is given up for one that is damaged.
         failpoint("server.snapshot.load")
-        stored = self._read_stored(job_of(job), snapshots, body)
+        stored = self._read_stored(sender, job_of(job), snapshots, body)
+        if stored is None:
+            return _make_reply(sender.waiter, m.Pending((), _READING))
         lineage = Lineage(body.generation, body.round, stored.loaded, body.tag, body.save)
         # 2. Give up what is here.
         why = f"rank {sender.rank} has loaded {body.tag!r}" if body.tag else "a server has lost what it held"
@@ -1387,30 +1386,38 @@ class Engine:
         _log.warning("job %r goes back to %s", job, SnapshotName(job, body.round, body.tag, body.save))
         return out + _make_status(sender)
 
-    def _read_stored(self, job: str, snapshots: Snapshots, body: m.Snapshot) -> StoredJob:
-        """Return what this server holds after going back.
+    def _read_stored(
+        self, sender: Sender, job: str, snapshots: Snapshots, body: m.Snapshot
+    ) -> StoredJob | None:
+        """Return what this server holds after going back; None while it is being read, then `tick` goes on.
 
         Raises:
             RecoveryError: What is on the disk is damaged, or contradicts itself.
-            ConfigurationError: It is not there, or this machine cannot continue it.
+            ConfigurationError: It is not there.
         """
-        # 1. Its own snapshot.
-        if not body.tag:
-            if not (body.round and body.has_tables):
-                return StoredJob([])
-            snapshot = snapshots.find(job, body.round)
-            try:
-                spaces = read_spaces(snapshot)
-                return StoredJob(spaces, tuple(snapshot.facts["loaded"]), snapshot.facts["ordinal"])
-            except RecoveryError as why:
+        if not body.tag and not (body.round and body.has_tables):
+            return StoredJob()
+        snapshot = None if body.tag else snapshots.find(job, body.round)
+        if snapshot is None:
+            read = self._read_of_tag(snapshots.saved(job, body.tag), body)
+        else:
+            read = partial(_read_own, snapshot)
+        request = m.Request(self.config.run_id, sender.session, sender.waiter.number, body)
+        again = partial(self._handle, sender.waiter.peer, request)
+        assert self._reads is not None
+        try:
+            key = job, body.round, body.tag, body.save, body.has_tables
+            return self._reads.result(key, read, sender.waiter, again)
+        except RecoveryError as why:
+            if snapshot is not None:
                 snapshots.quarantine(snapshot)
                 _log.error("%s; it is put aside, and the next start goes back to an earlier one", why)
-                raise
-        # 2. What was saved under a tag, by as many servers or by others.
+            raise
+
+    def _read_of_tag(self, saved: Sequence[StoredSnapshot], body: m.Snapshot) -> Callable[[], StoredJob]:
+        """Return what reads this server's part of what was saved under a tag, by as many servers or by others."""
         own, count = self.config.server, self.config.num_servers
-        parts = {
-            one.facts["server"]: one for one in snapshots.saved(job, body.tag) if one.name.save == body.save
-        }
+        parts = {one.facts["server"]: one for one in saved if one.name.save == body.save}
         first = next(iter(parts.values()), None)
         has_moved = first is not None and first.facts["num_servers"] != count
         needed = set() if first is None else set(first.facts["holders"])
@@ -1420,9 +1427,13 @@ class Engine:
                 f"server {own} does not find what servers {sorted(needed.difference(parts)) or own} have saved as "
                 f"{body.tag!r} in its --state-dir"
             )
-        loaded = {body.tag} if first is None else {body.tag, *first.facts["loaded"]}
-        spaces = [space for at in sorted(needed) for space in read_spaces(parts[at])]
-        return StoredJob(regroup(spaces, own, count) if has_moved else spaces, tuple(sorted(loaded)))
+        loaded = tuple(sorted({body.tag, *(() if first is None else first.facts["loaded"])}))
+
+        def read() -> StoredJob:
+            spaces = [space for at in sorted(needed) for space in read_spaces(parts[at])]
+            return StoredJob(regroup(spaces, own, count) if has_moved else spaces, loaded)
+
+        return read
 
     def _give_up(self, job: str, error: KVStoreError, sender: Sender) -> list[m.Outgoing]:
         """End the namespaces of a job that have tables, and all sessions of processes that used them."""
@@ -1638,6 +1649,10 @@ def _still_waiting(
 
 def _describe_missing(space: Namespace, missing: Iterable[int], now: float) -> str:
     return space.membership.describe_all(missing, now) or "no rank has decided about its sum yet"
+
+
+def _read_own(snapshot: StoredSnapshot) -> StoredJob:
+    return StoredJob(read_spaces(snapshot), tuple(snapshot.facts["loaded"]), snapshot.facts["ordinal"])
 
 
 def _process_of(session: RankSession) -> tuple[int, str]:

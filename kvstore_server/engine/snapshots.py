@@ -18,11 +18,18 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore_server.budget import Budget
-from kvstore_server.durable.background import BackgroundTask, Task
-from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, StoredSnapshot, latest_of
+from kvstore_server.durable.background import BackgroundTask, Publication, Task
+from kvstore_server.durable.snapshot_folder import (
+    SnapshotFolder,
+    SnapshotName,
+    StoredSnapshot,
+    delete,
+    latest_of,
+)
 from kvstore_server.engine.cut import CopyBuffer, SpaceCut, make_cut, tensors_of
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.errors import ConfigurationError, KVStoreError, RecoveryError, describe
@@ -76,9 +83,12 @@ class Snapshots:
         self.every = every
         self._folder = folder
         self._identity = identity
-        self._budget = budget
         self._run = run
-        self._buffer, self._claimed = CopyBuffer(), 0
+        self._buffer = CopyBuffer(
+            lambda nbytes: budget.claim(nbytes, "the copy from which a snapshot is written")
+        )
+        self._jobs: set[str] = set()
+        """Those that need the buffer again."""
         self._writing: _Writing | None = None
         self._due: dict[str, tuple[int, int]] = {}
         """Job → how many cuts were due, and the round of the last one."""
@@ -138,17 +148,18 @@ class Snapshots:
     ) -> bool:
         """Copy the present state of a job's namespaces, and begin to write it; return whether there was memory."""
         try:
+            self._jobs.add(name.job)
             cuts = make_cut(spaces, self._buffer)
-            self._claim()
         except (KVStoreError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError without memory
             self._note_problem(name, error)
-            self._buffer = CopyBuffer()
             return False
         failpoint("server.snapshot.cut")
         holders = sorted({s for one in spaces for table in one.tables for s in table.plan.servers})
         loaded = list(spaces[0].lineage.loaded)
         facts = {**self._identity, "ordinal": ordinal, "loaded": loaded, "holders": holders}
-        self._writing = _Writing(name, self._run(lambda: self._write(name, facts, cuts, kept)))
+        own = Publication()
+        task = self._run(lambda: self._write(name, facts, cuts, kept, own))
+        self._writing = _Writing(name, task, own)
         return True
 
     def save(self, name: SnapshotName, spaces: Sequence[Namespace]) -> bool:
@@ -176,12 +187,13 @@ class Snapshots:
     def keep(self, name: SnapshotName) -> None:
         """Remove what this server has saved before under the same tag."""
         saved = self._folder.own_saved(name.job, name.tag)
-        self._remove([one for one in saved if one.name.save != name.save])
+        self._remove_in_background([one.name for one in saved if one.name.save != name.save])
 
     def drop(self, name: SnapshotName) -> None:
         """Remove what was saved, because another server could not save its part."""
-        self.settle()
-        self._folder.remove(name)
+        if self._writing is not None and self._writing.name == name:
+            self._writing.publication.cancel()
+        self._remove_in_background([name])
 
     def settle(self, seconds: float = 0.0) -> None:
         """Note the end of a snapshot that was being written; wait for it up to some seconds."""
@@ -189,6 +201,9 @@ class Snapshots:
         if writing is None or not writing.task.is_over(seconds):
             return
         self._writing = None
+        self._release_if_unused()
+        if writing.publication.is_cancelled:
+            return
         if writing.task.error is not None:
             self._note_problem(writing.name, writing.task.error)
             return
@@ -199,18 +214,27 @@ class Snapshots:
         self._known = self._folder.all()
 
     def _write(
-        self, name: SnapshotName, facts: Mapping[str, Any], cuts: Sequence[SpaceCut], kept: Collection[int]
+        self,
+        name: SnapshotName,
+        facts: Mapping[str, Any],
+        cuts: Sequence[SpaceCut],
+        kept: Collection[int],
+        publication: Publication,
     ) -> None:
         """Remove old snapshots, and write one; in the background."""
         if not name.tag:
-            of_job = [one for one in self._folder.all() if one.name.job == name.job]
-            self._remove([one for one in of_job if one.name.round not in kept])
-        self._folder.write(name, facts, tensors_of(cuts))
+            of_job = [one.name for one in self._folder.all() if one.name.job == name.job]
+            delete(self._take_away([one for one in of_job if one.round not in kept]))
+        self._folder.write(name, facts, tensors_of(cuts), publication)
 
-    def _claim(self) -> None:
-        more = self._buffer.nbytes - self._claimed
-        self._budget.claim(more, "the copy from which a snapshot is written")
-        self._claimed += more
+    def _cancel(self, job: str) -> None:
+        """Let nothing of a job appear on the disk any more that is being written now."""
+        if self._writing is not None and self._writing.name.job == job:
+            self._writing.publication.cancel()
+
+    def _release_if_unused(self) -> None:
+        if not self._jobs and self._writing is None:
+            self._buffer.release()
 
     def warn_of_asynchronous(self, job: str) -> None:
         self._warn_once(job, "takes no snapshots: it is asynchronous, so a round is no state of all ranks")
@@ -228,12 +252,21 @@ class Snapshots:
         self._problem = describe(error)
         _log.error("%s of %r was not written, training goes on: %s", name, name.job, error)
 
-    def _remove(self, snapshots: Iterable[StoredSnapshot]) -> None:
-        for one in snapshots:
+    def _remove_in_background(self, names: Sequence[SnapshotName]) -> None:
+        """Take snapshots away at once, and let a thread delete them."""
+        if left := self._take_away(names):
+            self._run(lambda: delete(left))
+
+    def _take_away(self, names: Sequence[SnapshotName]) -> list[Path]:
+        """Rename snapshots so that they are none any more; return what is left to be deleted."""
+        left = []
+        for name in names:
             try:
-                self._folder.remove(one.name)
+                renamed = self._folder.take_away(name)
+                left += [] if renamed is None else [renamed]
             except OSError as error:
-                _log.error("%s of %r cannot be removed: %s", one.name, one.name.job, error)
+                _log.error("%s of %r cannot be removed: %s", name, name.job, error)
+        return left
 
     # ---------------------------------------------------------------- finding them
 
@@ -268,10 +301,16 @@ class Snapshots:
         self._known = self._folder.all()
 
     def go_back(self, job: str, round_: int) -> None:
-        """Forget what was noted of a job's rounds, because it goes on from a former one; its later cuts are dropped."""
-        self.settle(_LAST_WRITE)
+        """Forget what was noted of a job's rounds, because it goes on from a former one; its later cuts are dropped.
+
+        One that is being written is dropped, too, even if the disk is slow.
+        """
+        self._cancel(job)
         self._due.pop(job, None)
-        self._remove([one for one in self._known if one.name.job == job and one.name.round > round_])
+        known = self._folder.all()
+        self._remove_in_background(
+            [one.name for one in known if one.name.job == job and one.name.round > round_]
+        )
         self._known = self._folder.all()
 
     def note_restored(self, job: str, ordinal: int, round_: int) -> None:
@@ -284,11 +323,20 @@ class Snapshots:
         return max(self._due.get(job, (0, 0))[0], by_rounds)
 
     def forget(self, job: str) -> None:
-        """Remove the snapshots of a job that is over."""
-        self.settle(_LAST_WRITE)
+        """Remove the snapshots of a job that is over, but not what was saved by hand."""
+        self._cancel(job)
         self._due.pop(job, None)
-        self._remove([one for one in self._known if one.name.job == job])
+        self._remove_in_background([one.name for one in self._folder.all() if one.name.job == job])
         self._known = self._folder.all()
+
+    def end(self, job: str) -> None:
+        """Return the memory for copies, if no other job needs it; this one has ended here, or goes back."""
+        self._jobs.discard(job)
+        self._release_if_unused()
+
+    @property
+    def run(self) -> Callable[[Callable[[], None]], Task]:
+        return self._run
 
     def facts(self) -> Mapping[str, Any]:
         """Return what a status says about the snapshots."""
@@ -314,6 +362,7 @@ class _Writing(NamedTuple):
 
     name: SnapshotName
     task: Task
+    publication: Publication
 
 
 def spaces_of_job(name: str, namespaces: Mapping[str, Namespace]) -> list[Namespace]:

@@ -15,11 +15,17 @@ import torch
 import kvtrainer
 from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, read_snapshot
 from kvstore_server.engine.cut import read_spaces
-from kvstore_server.errors import ConfigurationError, PlanMismatchError, RecoveryError, ServerLostState
+from kvstore_server.errors import (
+    ConfigurationError,
+    KVStoreError,
+    PlanMismatchError,
+    RecoveryError,
+    ServerLostState,
+)
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from tests.support.engines import plan_of, views
-from tests.support.snapshots import SnapshotJob, SnapshotServers, plain_engines
+from tests.support.snapshots import Immediately, SnapshotJob, SnapshotServers, plain_engines
 
 Make = Callable[..., SnapshotServers]
 
@@ -352,6 +358,52 @@ def test_a_server_that_writes_slowly_or_fails_leaves_a_snapshot_that_all_have(
     job = SnapshotJob(there, DENSE, adam())
     assert job.round == 6
     assert all(torch.equal(one, expected[name]) for name, one in job.train(31).items())
+
+
+def test_a_snapshot_that_is_written_while_the_job_goes_back_does_not_appear(servers: Make) -> None:
+    """It is of rounds that were given up, and the next ones have other numbers of the same name."""
+    there = servers(2, 4)
+    job = SnapshotJob(there, DENSE, adam())
+    job.train(9)
+    pending: list[Callable[[], None]] = []
+
+    class Slow(Never):
+        def __init__(self, function: Callable[[], None]) -> None:
+            pending.append(function)
+
+    snapshots = there.engines[0].snapshots
+    assert snapshots is not None
+    snapshots._run = Slow
+    job.train(13)
+    [write] = pending
+    there.lose(1)
+    snapshots._run = Immediately
+    assert SnapshotJob(there, DENSE, adam()).round == 8
+    with pytest.raises(KVStoreError, match="not needed"):
+        write()
+    assert there.rounds(0) == [4, 8]
+    assert not list(there.root.glob("server-0/.tmp-*"))
+
+
+def test_the_memory_for_copies_is_claimed_before_it_is_taken_and_returned_after_the_job(
+    servers: Make,
+) -> None:
+    there = servers(1, 2)
+    budget, snapshots = there.engines[0].budget, there.engines[0].snapshots
+    assert snapshots is not None
+    job = SnapshotJob(there, DENSE, adam())
+    job.train(2)
+    without = budget.used
+    budget._limit = without + 1000
+    job.train(3)
+    assert snapshots._buffer.nbytes == 0
+    assert budget.used == without
+    assert "--max-memory" in snapshots.facts()["problem"]
+    budget._limit = 0
+    job.train(5)
+    assert budget.used == without + snapshots._buffer.nbytes > without
+    job.close()
+    assert (budget.used, snapshots._buffer.nbytes) == (0, 0)
 
 
 def test_a_period_in_seconds_takes_snapshots_of_the_same_rounds_on_all_servers(servers: Make) -> None:
