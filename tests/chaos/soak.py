@@ -2,8 +2,9 @@
 
     python -m tests.chaos.soak MINUTES
 
-Memory and descriptors of every process and of this supervisor are measured all the time. After a warm-up memory must
-not grow by more than a MiB an hour, nor the number of descriptors. `make soak` runs it.
+Memory and descriptors of every process are measured all the time, and the directory of snapshots. After a warm-up
+memory must not grow by more than a MiB an hour, nor the number of descriptors; the directory must not have more than
+three times the bytes of the state. `make soak` runs it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,18 +28,30 @@ ROUNDS_PER_SECOND = 40
 """A first guess; the job is measured, and made longer or shorter by its number of rounds."""
 SLOPE = 1.0
 """MiB an hour that a process may grow by."""
+MOST_SNAPSHOTS = 3
+"""Times the bytes of the state that the directory of snapshots may have."""
 
 
 class Samples:
-    """Memory and descriptors of processes over time."""
+    """Memory and descriptors of processes over time, and the bytes of a directory.
 
-    def __init__(self) -> None:
+    Args:
+        state: The directory of snapshots.
+    """
+
+    def __init__(self, state: Path) -> None:
         self._began = time.monotonic()
+        self._state = state
+        self.directory = self.snapshot = 0
+        """The most bytes that the directory has had, and that a snapshot of all servers has."""
         self.memory: dict[str, list[tuple[float, float]]] = {}
         """Name of a process → (hours, MiB that only it has in memory)."""
         self.files: dict[str, list[int]] = {}
 
     def take(self, job: Job) -> None:
+        servers = [bytes_in(path) for path in self._state.iterdir()]
+        self.directory = max(self.directory, sum(map(sum, (one.values() for one in servers))))
+        self.snapshot = max(self.snapshot, sum(max(one.values(), default=0) for one in servers))
         for member in job.members:
             if member.process is not None and not member.is_done:
                 self._take(f"{member.name}, start {member.starts}", member.process.pid)
@@ -52,6 +66,15 @@ class Samples:
         hours = (time.monotonic() - self._began) / 3600
         self.memory.setdefault(name, []).append((hours, kib / 1024))
         self.files.setdefault(name, []).append(files)
+
+
+def bytes_in(server: Path) -> dict[str, int]:
+    """The bytes of each snapshot of a server, complete or not. What is removed meanwhile counts as empty."""
+    found: dict[str, int] = {}
+    for path in server.glob("*/*"):
+        with suppress(FileNotFoundError):
+            found[path.parent.name] = found.get(path.parent.name, 0) + path.stat().st_size
+    return found
 
 
 def slope(samples: list[tuple[float, float]]) -> float:
@@ -93,8 +116,10 @@ def main(minutes: float) -> int:
         # 2. With an event every five seconds, until all rounds are made.
         folder = Path(top) / "disturbed"
         folder.mkdir()
-        samples = Samples()
-        with Job("momentum", rounds, folder, {}, stopped=_ignore) as job:
+        state = Path(top) / "state"
+        state.mkdir()
+        samples = Samples(state)
+        with Job("momentum", rounds, folder, {}, ["--state-dir", str(state)], stopped=_ignore) as job:
             outcome = job.run(events(10 * seconds, samples), seconds=10 * seconds)
         check_bits(outcome, expected)
     print(f"{rounds} rounds in {outcome.seconds:.0f} s, starts: {outcome.starts}, bits as expected")
@@ -102,8 +127,16 @@ def main(minutes: float) -> int:
 
 
 def report(samples: Samples) -> int:
-    """Print how memory and descriptors of the processes that lived through it went; 0 if they have not grown."""
-    code = 0
+    """Print how memory, descriptors and the directory went; 0 if nothing has grown.
+
+    Only of processes that lived long.
+    """
+    is_small = 0 < samples.directory <= MOST_SNAPSHOTS * samples.snapshot
+    code = not is_small
+    print(
+        f"snapshots: at most {samples.directory} bytes, one of all servers has {samples.snapshot}"
+        f"{'' if is_small else '  <- GROWS'}"
+    )
     for name, found in samples.memory.items():
         steady = found[len(found) // 4 :]
         if len(steady) < 20:
