@@ -180,6 +180,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "KVSTORE_DEAD_AFTER": "20",
             "KVSTORE_REJOIN_TIMEOUT": str(LIMIT),
+            "KVSTORE_RESTART_TIMEOUT": str(LIMIT),
             "KVSTORE_TIMEOUT": str(LIMIT),
             "KVSTORE_CONNECT_TIMEOUT": str(LIMIT),
             "KVSTORE_NUM_WORKERS": str(workers),

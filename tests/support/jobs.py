@@ -90,7 +90,9 @@ def run_with_deaths(
     environ: Mapping[str, str] = {},
 ) -> Job:
     """As `run_job`, but workers that die at failpoints are started again; all of the points must be reached."""
-    patient = {"KVSTORE_CONNECT_TIMEOUT": str(LIMIT), "KVSTORE_REJOIN_TIMEOUT": str(LIMIT)}
+    patient = dict.fromkeys(
+        ["KVSTORE_CONNECT_TIMEOUT", "KVSTORE_REJOIN_TIMEOUT", "KVSTORE_RESTART_TIMEOUT"], str(LIMIT)
+    )
     with armed(points, folder) as more:
         restarts = points.count(",") + 1
         return run_job(
