@@ -20,7 +20,7 @@ from tests.support.examples import (
     NEEDS_DIGITS,
     ROOT,
     example,
-    run_with_deaths,
+    launch_with_deaths,
     run_with_ranks,
     run_with_servers,
 )
@@ -43,10 +43,11 @@ def test_digits_in_one_process_without_servers_learn_what_a_plain_loop_learns(
 
 
 @NEEDS_DIGITS
-def test_digits_are_learned_alike_although_both_workers_die_and_come_back(tmp_path: Path) -> None:
+def test_digits_are_learned_alike_although_workers_and_a_server_die_and_come_back(tmp_path: Path) -> None:
     """The example itself fails unless every round counted once, and the weights are those of plain PyTorch."""
-    points, out = "worker.round.committed@0:120,worker.round.begin@1:300", tmp_path / "found.json"
-    output = run_with_deaths("digits", tmp_path, points, "--out", str(out))
+    points = ["worker.round.committed@0:120", "worker.round.begin@1:300", "server.commit.logged@1:500"]
+    out = tmp_path / "found.json"
+    output = launch_with_deaths("digits", tmp_path, ",".join(points), "--out", str(out))
     found = json.loads(out.read_text())
     assert "all checks passed" in output
     assert len(found["loss"]) == len(found["accuracy"]) == example("digits_plain").EPOCHS
@@ -328,12 +329,14 @@ def test_a_dense_table_of_flights_is_sent_by_both_workers_there_and_back(dense: 
 
 @NEEDS_FLIGHTS
 @pytest.mark.chaos
-def test_flights_are_learned_alike_although_both_workers_die_and_come_back(tmp_path: Path) -> None:
+def test_flights_are_learned_alike_although_workers_and_a_server_die_and_come_back(tmp_path: Path) -> None:
     options = ("--rows", "60000", "--table", "stored", "--out")
     (tmp_path / "deaths").mkdir()
     run_with_servers("flights", tmp_path, *options, str(tmp_path / "undisturbed.json"))
-    points, out = "worker.round.committed@0:9,worker.round.begin@1:15", str(tmp_path / "found.json")
-    run_with_deaths("flights", tmp_path / "deaths", points, *options, out)
+    points = ["worker.round.committed@0:9", "worker.round.begin@1:15", "server.commit.logged@1:30"]
+    launch_with_deaths(
+        "flights", tmp_path / "deaths", ",".join(points), *options, str(tmp_path / "found.json")
+    )
     found, expected = (
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("found", "undisturbed")
     )

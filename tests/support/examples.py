@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.support.forks import inherited
 from tests.support.jobs import armed, run_program
+from tests.support.limits import JOB_LIMIT
 from tests.support.processes import held_port
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +37,21 @@ def run_with_servers(name: str, folder: Path, *options: str, **numbers: float) -
     return run_program(["-c", _program(name, numbers), *options], folder, 2, 2)
 
 
-def run_with_deaths(name: str, folder: Path, points: str, *options: str) -> str:
-    """As `run_with_servers`, but workers that die at failpoints are started again; all of these must fire."""
-    with armed(points, folder) as environ:
-        command, count = ["-c", _program(name, {}), *options], points.count(",") + 1
-        return run_program(command, folder, 2, 2, count, environ)
+def launch_with_deaths(name: str, folder: Path, points: str, *options: str) -> str:
+    """Run an example by `kvlaunch --restart` with two workers and two servers to its end; gives what they printed.
+
+    Processes die at failpoints, all of which must be reached, and kvlaunch starts them again.
+    """
+    restarts = ["--restart", str(points.count(",") + 1)]
+    launcher = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", "-n", "2", "-s", "2", *restarts, "--"]
+    command = [*launcher, sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
+    with armed(points, folder) as variables:
+        environ = {**inherited(), "PYTHONPATH": str(ROOT), **variables}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=JOB_LIMIT, env=environ, cwd=folder, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def run_with_ranks(name: str, folder: Path, *options: str) -> str:
