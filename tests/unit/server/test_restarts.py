@@ -26,6 +26,7 @@ from kvstore_server.optimizer import create, registry
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
+from kvstore_server.shard.shard import Shard
 from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
 from tests.sim.schedule import Cautious
@@ -499,3 +500,70 @@ def test_workers_cannot_write_exported_weights(store: HeldDescriptors) -> None:
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(store.fds[0].fd if "memory" in store.fds[0].name else store.fds[1].fd, 1)
     exports.close()
+
+
+# Rounds that are taken back.
+
+TAKEN_BACK = (
+    "momentum",
+    "adam",
+    "half with masters",
+    "lamb",
+    "one that may raise",
+    "clipped",
+    "slice by slice",
+)
+TAKEN = 3
+"""The round that is taken back; one more follows."""
+
+
+@pytest.fixture
+def keeps_undos_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last round of every table can be undone, as where members may change and there are several servers."""
+    make = Shard.__init__
+
+    def make_that_keeps(self: Shard, *args: Any) -> None:
+        make(self, *args)
+        self.keeps_undos = True
+
+    monkeypatch.setattr(Shard, "__init__", make_that_keeps)
+
+
+def numbers_of(job: Job) -> dict[Any, Any]:
+    wanted = ("weights", "state", "counts", "round", "hyper")
+    return {key: value for key, value in job.facts().items() if isinstance(key, tuple) and key[1] in wanted}
+
+
+def without_a_round(case: Case, is_taken_back: bool, *crashes: tuple[str, int], store: Any = None) -> Job:
+    """Run a job whose round `TAKEN` fails: before it is applied, or by being taken back, if it then still can."""
+    job = Job(replace(case, rounds=TAKEN + 1), store)
+    *before, taken, last, _ = [list(step) for step in job.steps()]
+    for step in [*before, taken] if is_taken_back else before:
+        assert job.send(step)
+    with crash_at(*crashes):
+        for table in range(len(case.plans)):
+            job.ask(0, m.Abort(table, TAKEN, "it was lost", is_taken_back, True))
+    assert job.send(last)
+    return job
+
+
+@pytest.mark.usefixtures("keeps_undos_always")
+@pytest.mark.parametrize("name", TAKEN_BACK)
+def test_a_round_that_is_taken_back_leaves_no_trace(name: str, store: HeldDescriptors) -> None:
+    case = CASES[name]
+    expected = numbers_of(without_a_round(case, is_taken_back=False))
+    assert numbers_of(without_a_round(case, is_taken_back=True, store=store)) == expected
+
+
+@pytest.mark.usefixtures("keeps_undos_always")
+@pytest.mark.parametrize("point", SERVER_POINTS)
+def test_a_server_that_dies_while_it_takes_a_round_back_has_all_of_it_or_nothing(
+    point: str, store: HeldDescriptors
+) -> None:
+    case = CASES["adam"]
+    job = without_a_round(case, True, (point, 1), store=store)
+    whole = Job(replace(case, rounds=TAKEN + 1))
+    whole.run()
+    # The next process cannot take back what an earlier one has applied.
+    assert numbers_of(job) in [numbers_of(without_a_round(case, False)), *[numbers_of(whole)] * job.crashes]
+    assert Job(job.case, store).facts() == job.facts()
