@@ -68,8 +68,15 @@ class MemberChanges:
     def leave(self, space: Namespace, rank: int, table: int) -> list[m.Outgoing]:
         """Let the others go on without a rank, which has not committed the open round.
 
+        A server that is not the coordinator notes that the rank will not commit that round any more.
+
         Raises ConfigurationError if too few would be left, and as `_views_of`.
         """
+        if space.views is not None and not space.is_coordinator:
+            space.table(table)
+            if rank in space.views.current.ranks and not space.rounds.shared.has_committed(rank, table):
+                space.views.leaving.add(rank)
+            return []
         views = _views_of(space, table, rank)
         if rank not in views.current.ranks:
             return []

@@ -368,7 +368,8 @@ class Engine:
         members, shared = space.membership, space.rounds.shared
         # 1. Rounds of all ranks. Only those past their deadline are checked, unless a rank is lost.
         late = shared.late(now)
-        if members.departed or members.lost(now, self.config.dead_after):
+        is_any_gone = members.departed or (space.views is not None and space.views.leaving)
+        if is_any_gone or members.lost(now, self.config.dead_after):
             late = np.flatnonzero(shared.num_committed).tolist()
         out = self._changes.drop_lost(space, now)
         for pending in [self._open_round(space, number) for number in late]:
@@ -932,13 +933,14 @@ class Engine:
         lost = None
         if not self._awaits_coordinator(space, pending, now):
             lost = space.membership.lost_error(pending.missing, what, now, self.config.dead_after)
-        if lost is not None and space.views is not None and not space.is_coordinator:
-            # The coordinator has not gone on without the rank, so it has the rank's commit.
-            who = space.membership.describe_all(pending.missing, now)
-            return RepeatedRoundError(
-                f"{what} lacks a contribution on server {self.config.server} that other servers have, because its "
-                f"worker was lost in between: {who}"
-            )
+            leaving = None if space.views is None or space.is_coordinator else space.views.leaving
+            if leaving is not None and (lost is not None or leaving.intersection(pending.missing)):
+                # The coordinator has not gone on without the rank, so it has the rank's commit.
+                who = space.membership.describe_all(pending.missing, now)
+                return RepeatedRoundError(
+                    f"{what} lacks a contribution on server {self.config.server} that other servers have, because its "
+                    f"worker was lost in between: {who}"
+                )
         if lost is not None or now < pending.deadline:
             return lost
         who = space.membership.describe_all(pending.missing, now)
@@ -1007,7 +1009,9 @@ class Engine:
         following = space.rounds.next_round(sender.rank, number, sender.rank in space.membership.resumable)
         has_committed = shared.has_committed(sender.rank, number)
         states = tuple([state for _, state in space.client_states.get((number, sender.rank), ())])
-        return _make_reply(sender.waiter, m.Registered(number, slot, following, has_committed, states))
+        is_member = sender.rank in shared.members
+        told = m.Registered(number, slot, following, has_committed, states, is_member)
+        return _make_reply(sender.waiter, told)
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
         sender.space.check_restored(body.spec)

@@ -43,7 +43,7 @@ class Views:
         ended: The number of the view under which the last round has ended.
         since: Rank → the first round of its present membership, for ranks that are not of the first view.
         joining: Ranks that wait to become members.
-        leaving: Members that will not commit any further round.
+        leaving: Members that will not commit any further round; not on the coordinator, only the open one.
         lost: Those of them, or of former members, whose processes have to be fenced.
     """
 
@@ -117,7 +117,7 @@ class Views:
         """Use a view that the coordinator has made; return the ranks that are gone."""
         gone = sorted(set(self.current.ranks).difference(view.ranks))
         self.current = view
-        self.leaving.intersection_update(view.ranks)
+        self.leaving.clear()
         return gone
 
     def check(self, rank: int, view: MemberView) -> None:

@@ -360,7 +360,10 @@ class JoinRounds:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRounds:
-    """Asks the coordinator of a table to go on without this rank from the open round on; answered by Status."""
+    """Asks the coordinator of a table to go on without this rank from the open round on; answered by Status.
+
+    Another server is told so that it does not wait for a new process of a rank that the coordinator has given up.
+    """
 
     table: int
 
@@ -447,6 +450,8 @@ class Registered:
     """Whether a former process of this rank has committed that round, which is open."""
     client_states: tuple[bytes, ...] = ()
     """What the rank's latest two commits with a `client_state` brought, in order; those that there were."""
+    is_member: bool = True
+    """Whether the rank takes part in the open round here, if the members may change."""
 
 
 WHOLE, ROWS, VALUES, HALF, DELTA = range(5)

@@ -171,11 +171,17 @@ class Client:
                     "it there. Restart the job and its servers, or give another namespace=…"
                 )
             table.register(server, reply)
+            if server == table.coordinator:
+                table.is_member = reply.is_member
             failpoint("worker.register.next")
 
     def _join(self, table: RemoteTable) -> None:
         """Wait until this rank is a member; at once for those that begin, and for a new process of one that is."""
         failpoint("worker.members.join")
+        if not table.is_member:
+            # Other servers may have an open round that still waits for this rank, and not know that it was given up.
+            others = [server for server in table.plan.servers if server != table.coordinator]
+            self._session.call_all([(server, m.LeaveRounds(table.numbers[server])) for server in others])
         timeout = self.options.timeout
         body = m.JoinRounds(table.numbers[table.coordinator], timeout)
         told = self._session.call(table.coordinator, body, timeout + self.options.dead_after)

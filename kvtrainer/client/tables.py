@@ -228,6 +228,8 @@ class RemoteTable:
         """What an earlier process of this rank has done; None if there was none, or it was not asked for."""
         self.view: MemberView | None = None
         """The members of the next round, if these may change."""
+        self.is_member = True
+        """Whether this rank was one when it declared the table."""
         self.delta_codec: Codec | None = None
         """How changes of weights are encoded; None if weights come as they are."""
         self.followed: dict[int, tuple[int, Tensor]] = {}

@@ -83,6 +83,8 @@ class Worker:
                 for s in range(SERVERS)
                 for body in (m.SetOptimizer(packed(CautiousAdding.name)), register)
             ]
+        if self.state == "tell":
+            return [(1, m.LeaveRounds(0))]
         if self.state == "join":
             return [(0, m.JoinRounds(0, 1e6))]
         if self.state == "enter":
@@ -117,7 +119,10 @@ class Worker:
             self.state = "register" if len(self.sessions) == SERVERS and self.state == "hello" else self.state
         elif isinstance(body, m.Registered):
             self.tables[server] = body
-            self.state = "join" if len(self.tables) == SERVERS and self.state == "register" else self.state
+            if len(self.tables) == SERVERS and self.state == "register":
+                self.state = "join" if self.tables[0].is_member else "tell"
+        elif self.state == "tell" and isinstance(body, m.Status) and number == LEAVES:
+            self.state = "join"
         elif isinstance(body, m.Members) and self.state == "join":
             self.view = MemberView(body.view, body.ranks)
             self.round, self.state = max(body.since, 0), "enter" if body.since else "round"
@@ -226,9 +231,8 @@ class Simulation:
         self.now += 0.05
         # 1. Somebody joins, or dies.
         if rng.random() < 0.02:
-            # A rank whose process has died is taken over by nobody: it is dropped everywhere, and may join after that.
-            awaited = [rank for server in range(SERVERS) for rank in self.members(server)]
-            free = set(range(CAPACITY)).difference([one.rank for one in living], awaited)
+            # A rank whose process has died is taken over by nobody: it is dropped, and may join after that.
+            free = set(range(CAPACITY)).difference([one.rank for one in living], self.members())
             if free:
                 self.begin(rng.choice(sorted(free)))
         mortal = [one for one in living if one.rank]
@@ -287,8 +291,8 @@ class Simulation:
             if one.peer in self.workers:
                 self.post(server, one.peer, one.reply)
 
-    def members(self, server: int) -> tuple[int, ...]:
-        space = self.engines[server].namespaces.get("j")
+    def members(self) -> tuple[int, ...]:
+        space = self.engines[0].namespaces.get("j")
         return () if space is None or space.views is None else space.views.current.ranks
 
     def round_of(self, server: int) -> int:

@@ -29,6 +29,7 @@ REQUESTS: list[Any] = [
     m.Resolve(1, 2, 1.0, 0.1, False),
     m.Resolve(1, 2, 1.0, None, True),
     m.Abort(1, 2, "because", True),
+    m.Abort(1, 2, "because", False, True),
     m.Pull((0, 1, 5), 3.5),
     m.Pull((0,), 3.5, 7),
     m.PullRows(0, 3, struct.pack("<2q", 0, 2), 3.5),
@@ -53,7 +54,7 @@ HELLO = REQUESTS[0]
 REPLIES: list[Any] = [
     m.Welcome(1 << 61, 5),
     m.Registered(3, 7, 1),
-    m.Registered(3, 7, 1, True, (b"\x81",)),
+    m.Registered(3, 7, 1, True, (b"\x81",), False),
     m.Welcome(1, 5, 0, 60.0),
     m.EffectiveOptions(1, 7, b"\x80", True),
     m.Absent(1, 7, (3, 4)),
