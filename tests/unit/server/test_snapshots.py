@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kvtrainer
+from kvstore_server.durable import snapshot_folder
 from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, read_snapshot
 from kvstore_server.engine.cut import read_spaces
 from kvstore_server.errors import (
@@ -118,6 +119,24 @@ def test_the_latest_three_are_kept(servers: Make) -> None:
     SnapshotJob(there, DENSE, adam()).train(11)
     there.engines[0].tick(0.0)
     assert there.rounds() == [6, 8, 10]
+
+
+def test_a_directory_holds_three_times_the_state_at_most(
+    servers: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, sizes = servers(1, 2), list[int]()
+
+    def size_of(folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    # A point is passed when all of a snapshot was written and it has no name yet, too.
+    monkeypatch.setattr(
+        snapshot_folder, "failpoint", lambda name: sizes.append(size_of(there.root / "server-0"))
+    )
+    SnapshotJob(there, DENSE, adam()).train(21)
+    latest = max(there.root.glob("server-0/round-*"))
+    assert len(sizes) > 20
+    assert 2.9 * size_of(latest) < max(sizes) < 3.1 * size_of(latest)
 
 
 def test_workers_that_do_not_resume_get_no_snapshots_and_the_log_says_so_once(
