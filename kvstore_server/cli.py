@@ -28,7 +28,7 @@ from kvstore_server import __version__, check
 from kvstore_server.descriptors import allow_descriptors
 from kvstore_server.engine.memory import keep_free_memory, memory_limit
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.engine.snapshots import SnapshotEvery
+from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import KVStoreError
 from kvstore_server.failpoints import arm
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
@@ -44,9 +44,9 @@ _log = logging.getLogger("kvstore_server")
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
-def _snapshot_period(text: str) -> SnapshotEvery:
+def _snapshot_period(text: str) -> SnapshotPeriod:
     try:
-        return SnapshotEvery(*check.rounds_or_seconds(text))
+        return SnapshotPeriod(*check.rounds_or_seconds(text))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number of rounds nor, like 30s, one of seconds"

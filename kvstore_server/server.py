@@ -39,7 +39,7 @@ from kvstore_server.engine.durability import Durability, Head, Stored, read_stor
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.engine.snapshots import DEFAULT_EVERY, SnapshotEvery, Snapshots
+from kvstore_server.engine.snapshots import DEFAULT_PERIOD, SnapshotPeriod, Snapshots
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -110,7 +110,7 @@ class ServerOptions:
     durability: str = OFF
     restart_timeout: float = 60.0
     state_dir: str = ""
-    snapshot_every: SnapshotEvery = DEFAULT_EVERY
+    snapshot_every: SnapshotPeriod = DEFAULT_PERIOD
 
 
 class Service(Protocol):

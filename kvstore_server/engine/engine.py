@@ -88,6 +88,8 @@ from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, answer_and_record
 
 _log = logging.getLogger(__name__)
 
+_READING = "the server reads a snapshot"
+
 _SMALL, _CHECK_PER_ITEM = 1000, 5e-5
 """A namespace with more than `_SMALL` tables, waits and ranks is checked every `_CHECK_PER_ITEM` seconds per item, so
 that the checks take a bounded share of the time.
@@ -129,9 +131,6 @@ class Committed(NamedTuple):
     round: int
     version: int
     flags: int
-
-
-_READING = "the server reads a snapshot"
 
 
 class Answer(NamedTuple):
@@ -1326,7 +1325,8 @@ class Engine:
         if counts and not rounds:
             raise ConfigurationError(
                 f"the snapshots of job {job_of(job)!r} are of {max(counts)} servers, and this job has "
-                f"{self.config.num_servers}; start it with as many, or with another --state-dir"
+                f"{self.config.num_servers}; start it with as many, or with another --state-dir. To "
+                "begin with what was saved by hand, remove the directories round-… in server-0, server-1, … there"
             )
         lineage = self._lineages.get(job, Lineage())
         begun = max(rounds, default=0) - (lineage.round if lineage.tag else 0)

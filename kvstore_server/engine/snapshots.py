@@ -51,14 +51,17 @@ def job_of(namespace: str) -> str:
     return _ATTEMPT.sub("", namespace.partition("/")[0])
 
 
-class SnapshotEvery(NamedTuple):
+class SnapshotPeriod(NamedTuple):
     """After how many rounds, or seconds, a snapshot is taken; both 0: only by hand."""
 
-    rounds: int = 50
+    rounds: int = 0
     seconds: float = 0.0
 
+    def __bool__(self) -> bool:
+        return self.rounds > 0 or self.seconds > 0
 
-DEFAULT_EVERY = SnapshotEvery()
+
+DEFAULT_PERIOD = SnapshotPeriod(50)
 
 
 class Snapshots:
@@ -75,7 +78,7 @@ class Snapshots:
     def __init__(
         self,
         folder: SnapshotFolder,
-        every: SnapshotEvery,
+        every: SnapshotPeriod,
         identity: Mapping[str, Any],
         budget: Budget,
         run: Callable[[Callable[[], None]], Task] = BackgroundTask,

@@ -265,7 +265,8 @@ class Client:
         session = self._session
         if self.options.rank == 0 and self.options.mode.is_sync and session.snapshot_period:
             if schedule is None:
-                schedule = SnapshotSchedule(session.snapshot_period, session.common_snapshots, session.clock)
+                schedule = SnapshotSchedule(session.snapshot_period, session.clock)
+            schedule.set_common(session.common_snapshots)
             self.rounds.snapshots = schedule
         return schedule
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
+from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import (
     ConnectTimeoutError,
     DeadlineError,
@@ -52,7 +53,7 @@ from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payl
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.channel import Channel
 from kvtrainer.client.absences import SETTLE_TIME, Absences
-from kvtrainer.client.snapshot_schedule import CutAnswer, SnapshotPeriod, read_answer
+from kvtrainer.client.snapshot_schedule import CutAnswer, read_answer
 from kvtrainer.client.snapshots import choose_cut, common_rounds, read_offer
 
 _log = logging.getLogger(__name__)

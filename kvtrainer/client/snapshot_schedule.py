@@ -14,20 +14,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import ProtocolError
 from kvstore_server.protocol import messages as m
 
 _log = logging.getLogger(__name__)
-
-
-class SnapshotPeriod(NamedTuple):
-    """After how many rounds, or seconds, a snapshot is taken; both 0: never."""
-
-    rounds: int = 0
-    seconds: float = 0.0
-
-    def __bool__(self) -> bool:
-        return self.rounds > 0 or self.seconds > 0
 
 
 class CutAnswer(NamedTuple):
@@ -46,10 +37,11 @@ class CutAnswer(NamedTuple):
 def read_answer(answer: m.ReplyBody) -> CutAnswer:
     """Return what a server has answered. Raises ProtocolError if it cannot be that."""
     try:
-        assert isinstance(answer, m.Status)
-        return CutAnswer(str(answer.values["state"]), frozenset(map(int, answer.values["rounds"])))
-    except (AssertionError, LookupError, TypeError, ValueError) as error:
-        raise ProtocolError(f"a server is asked for a snapshot, and answers {answer!r:.200}") from error
+        if isinstance(answer, m.Status):
+            return CutAnswer(str(answer.values["state"]), frozenset(map(int, answer.values["rounds"])))
+    except (LookupError, TypeError, ValueError):
+        pass
+    raise ProtocolError(f"a server is asked for a snapshot, and answers {answer!r:.200}")
 
 
 class SnapshotSchedule:
@@ -57,11 +49,10 @@ class SnapshotSchedule:
 
     Args:
         period: How often.
-        common: The rounds of those that all servers have.
         clock: Returns seconds.
     """
 
-    def __init__(self, period: SnapshotPeriod, common: Sequence[int], clock: Callable[[], float]) -> None:
+    def __init__(self, period: SnapshotPeriod, clock: Callable[[], float]) -> None:
         self._period = period
         self._clock = clock
         self._next_at = clock() + period.seconds
@@ -70,10 +61,14 @@ class SnapshotSchedule:
         """The round of the last one."""
         self._tried: dict[str, int] = {}
         """Namespace → the last round before which it has asked."""
-        self._common = sorted(common)
+        self._common: list[int] = []
         """The rounds of snapshots that all servers are known to have."""
         self._begun = 0
         """The round of the last one that all servers have begun to write; it may not be complete on all."""
+
+    def set_common(self, rounds: Sequence[int]) -> None:
+        """Set the rounds of the snapshots that all servers have, when another client has asked them."""
+        self._common = sorted(rounds)
 
     def is_due(self, namespace: str, number: int) -> bool:
         """Return whether a client is to ask for one before it begins a round."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import ProtocolError, ServerLostState
 from kvstore_server.protocol import messages as m
-from kvtrainer.client.snapshot_schedule import SnapshotPeriod
 
 
 class StoredCut(NamedTuple):

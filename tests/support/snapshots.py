@@ -15,7 +15,7 @@ from torch import Tensor
 from kvstore_server.durable.snapshot_folder import SnapshotFolder
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.engine.snapshots import SnapshotEvery, Snapshots
+from kvstore_server.engine.snapshots import SnapshotPeriod, Snapshots
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.rows import RowSet
@@ -51,7 +51,7 @@ class SnapshotServers:
         seconds: float = 0.0,
     ) -> None:
         self.root, self.count, self._run = root, count, run
-        self.period = SnapshotEvery(every, seconds)
+        self.period = SnapshotPeriod(every, seconds)
         self._runs = 0
         self.engines: list[Engine] = [self._start(at) for at in range(count)]
 

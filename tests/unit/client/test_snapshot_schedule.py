@@ -7,9 +7,10 @@ import random
 
 import pytest
 
+from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import ProtocolError
 from kvstore_server.protocol import messages as m
-from kvtrainer.client.snapshot_schedule import CutAnswer, SnapshotPeriod, SnapshotSchedule, read_answer
+from kvtrainer.client.snapshot_schedule import CutAnswer, SnapshotSchedule, read_answer
 
 
 class Clock:
@@ -25,7 +26,7 @@ def taken(*rounds: int, state: str = "taken") -> CutAnswer:
 
 
 def test_a_period_in_rounds_asks_once_before_each_multiple() -> None:
-    schedule = SnapshotSchedule(SnapshotPeriod(4), (), Clock())
+    schedule = SnapshotSchedule(SnapshotPeriod(4), Clock())
     asked = []
     for number in range(13):
         for _ in range(2):
@@ -37,7 +38,7 @@ def test_a_period_in_rounds_asks_once_before_each_multiple() -> None:
 
 def test_a_period_in_seconds_asks_before_the_first_round_after_them() -> None:
     clock = Clock()
-    schedule = SnapshotSchedule(SnapshotPeriod(0, 30.0), (), clock)
+    schedule = SnapshotSchedule(SnapshotPeriod(0, 30.0), clock)
     asked = []
     for number in range(12):
         clock.now += 8.0
@@ -48,7 +49,7 @@ def test_a_period_in_seconds_asks_before_the_first_round_after_them() -> None:
 
 
 def test_another_trainer_of_the_worker_asks_if_the_first_one_came_too_early() -> None:
-    schedule = SnapshotSchedule(SnapshotPeriod(4), (), Clock())
+    schedule = SnapshotSchedule(SnapshotPeriod(4), Clock())
     schedule.record("job/trainer1", 4, {0: taken(state="uneven"), 1: taken(4)})
     assert not schedule.is_due("job/trainer1", 4)
     assert schedule.is_due("job/trainer2", 4)
@@ -57,13 +58,14 @@ def test_another_trainer_of_the_worker_asks_if_the_first_one_came_too_early() ->
 
 
 def test_servers_without_tables_of_the_job_do_not_count() -> None:
-    schedule = SnapshotSchedule(SnapshotPeriod(4), (), Clock())
+    schedule = SnapshotSchedule(SnapshotPeriod(4), Clock())
     schedule.record("job", 4, {0: taken(4), 1: taken(state="none")})
     assert schedule.kept == (4,)
 
 
 def test_a_server_that_writes_slowly_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    schedule = SnapshotSchedule(SnapshotPeriod(4), (4,), Clock())
+    schedule = SnapshotSchedule(SnapshotPeriod(4), Clock())
+    schedule.set_common([4])
     with caplog.at_level(logging.WARNING):
         schedule.record("job", 8, {0: taken(4), 1: taken(4, state="busy")})
     assert [record.args for record in caplog.records] == [(8, "1")]
@@ -72,7 +74,7 @@ def test_a_server_that_writes_slowly_is_named(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_newest_snapshot_that_all_have_is_kept_whatever_the_disks_do(seed: int) -> None:
     draw = random.Random(seed)
-    schedule = SnapshotSchedule(SnapshotPeriod(1), (), Clock())
+    schedule = SnapshotSchedule(SnapshotPeriod(1), Clock())
     disks: list[set[int]] = [set(), set(), set()]
     writing: list[int | None] = [None] * 3
     for number in range(1, 200):

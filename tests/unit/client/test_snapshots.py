@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import ProtocolError, ServerLostState
 from kvstore_server.protocol import messages as m
-from kvtrainer.client.snapshot_schedule import SnapshotPeriod
 from kvtrainer.client.snapshots import CutChoice, ServerOffer, StoredCut, choose_cut, read_offer
 
 BOTH = frozenset({0, 1})
