@@ -10,11 +10,10 @@ The servers are real engines with durable state; `recovery_process` has the proc
 
 from __future__ import annotations
 
-import gc
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -304,20 +303,6 @@ def _copied(reply: m.Reply) -> m.Reply:
 def undisturbed(case: Case) -> Result:
     with Job(case) as job:
         return job.run()
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Let the garbage collector look at what is new more rarely: that takes a tenth of the time of small schedules."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 def play(seed: int, events: Sequence[Event] | None = None) -> Counter[str]:
