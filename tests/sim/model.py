@@ -821,7 +821,7 @@ class AsyncModel(Model):
         ready = {to: wait for to, wait in self.waiting.items() if not self._needed(wait)}
         if any(wait.is_join for wait in ready.values()):
             self._seen["all joined"] += 1
-            self._part_again()
+            self._end_join()
         self._seen["read released"] += any(not wait.is_join for wait in ready.values())
         self.waiting = {to: wait for to, wait in self.waiting.items() if to not in ready}
         return [(to, self._bodies(wait)) for to, wait in ready.items()]
@@ -834,7 +834,7 @@ class AsyncModel(Model):
         self._seen["waited in vain"] += len(late)
         return told + self._fail(late)
 
-    def _part_again(self) -> None:
+    def _end_join(self) -> None:
         self.joined.clear()
         self.clocks = [max(self.clocks)] * NUM_WORKERS
 

@@ -683,7 +683,7 @@ def failed_join_forgotten(real: Any, self: Any, rank: int, table: int, *_: Any) 
     self.joined(table).discard(rank)
 
 
-@replaces(NamespaceRounds, "part_again", ASYNC)
+@replaces(NamespaceRounds, "end_join", ASYNC)
 def join_that_stays(real: Any, self: Any, table: int) -> None:
     """After all have joined they still count as ranks without data."""
     joined = set(self.joined(table))
