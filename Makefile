@@ -76,7 +76,7 @@ test-full: $(READY)
 # Every failpoint in the first, 7th and last round, over shared memory and TCP, and hundreds of random schedules.
 .PHONY: chaos soak
 chaos: $(READY)
-	$(BIN)/python -m pytest -m chaos tests/chaos -n auto --maxprocesses 4 --max-worker-restart 0
+	$(BIN)/python -m pytest -m chaos -n auto --maxprocesses 4 --max-worker-restart 0
 
 # Ten thousand schedules of servers and workers that die, simulated; SCHEDULES="300 10000" plays 300 from seed 10000 on.
 .PHONY: simulation

@@ -96,7 +96,7 @@ def test_a_worker_that_dies_at_a_point_leaves_the_bits_of_a_plain_loop(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("nth", range(8, 40, 4))
+@pytest.mark.parametrize("nth", range(6, 22, 2))
 @pytest.mark.parametrize("point", ["server.commit.begin", "server.commit.logged"])
 def test_a_server_that_dies_while_members_change_knows_them_afterwards(
     point: str, nth: int, tmp_path: Path

@@ -1,7 +1,8 @@
 """Members that change, under random interleavings of messages: no two servers apply a round with different members.
 
 The servers are engines, and the workers are small models of what a client does. Messages between each worker and each
-server are delivered in any order, some twice, some late, some never. Workers join, leave and die at random.
+server are delivered in any order, some twice, some late, some never. Workers join, leave and die at random, and servers
+are killed and go on with what outlives them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -17,19 +19,22 @@ from kvstore_server.engine import engine as engine_module
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.table import Table
-from kvstore_server.engine.views import MemberView
+from kvstore_server.engine.views import MemberView, Views
 from kvstore_server.errors import RepeatedRoundError
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from tests.sim.schedule import CautiousAdding
 from tests.sim.workers import packed, tiny_slices
+from tests.support.durable import HeldDescriptors, durable_engine
 
 SERVERS, CAPACITY, INITIAL, LEAST, ROUNDS = 2, 5, 3, 1, 6
 SPECS = (TensorSpec("a", (16,), "float32"), TensorSpec("b", (16,), "float32"))
 with tiny_slices():
     PLAN = make_plan(SPECS, SERVERS)
 LEASE = 5.0
+CALM = 40.0
+"""From then on no server is killed: how long a rank has been silent counts from a server's start."""
 LEAVES = 1 << 20
 """The number of requests to leave."""
 
@@ -196,13 +201,11 @@ class Worker:
 
 
 class Simulation:
-    def __init__(self, seed: int, loses: float, dies: float) -> None:
+    def __init__(self, seed: int, loses: float, dies: float, restarts: float) -> None:
         self.rng = random.Random(seed)
-        self.loses, self.dies, self.now = loses, dies, 0.0
-        config = [
-            EngineConfig(s, SERVERS, run_id=1, rejoin_timeout=LEASE, dead_after=20.0) for s in range(SERVERS)
-        ]
-        self.engines = [Engine(one, tokens=lambda: self.rng.getrandbits(64)) for one in config]
+        self.loses, self.dies, self.restarts, self.now = loses, dies, restarts, 0.0
+        self.stores = [HeldDescriptors() for _ in range(SERVERS)]
+        self.engines = [self.engine(server) for server in range(SERVERS)]
         self.lives: defaultdict[int, int] = defaultdict(int)
         self.workers: dict[bytes, Worker] = {}
         self.flying: list[tuple[float, int, bytes, m.Request | m.Reply]] = []
@@ -211,6 +214,12 @@ class Simulation:
         """By server: round → the sum that was applied."""
         for rank in range(INITIAL):
             self.begin(rank)
+
+    def engine(self, server: int) -> Engine:
+        """A server that begins, or goes on where its last process was killed."""
+        config = EngineConfig(server, SERVERS, run_id=1, rejoin_timeout=LEASE, dead_after=20.0)
+        tokens = partial(self.rng.getrandbits, 64)
+        return durable_engine(self.stores[server], config, now=self.now, tokens=tokens)
 
     def begin(self, rank: int) -> None:
         self.lives[rank] += 1
@@ -225,6 +234,8 @@ class Simulation:
                 break
             self.turn()
         self.check()
+        for store in self.stores:
+            store.close()
 
     def turn(self) -> None:
         rng, living = self.rng, [one for one in self.workers.values() if not one.ended]
@@ -239,7 +250,13 @@ class Simulation:
         # The first values cannot be taken back, so nobody dies before they are everywhere.
         if mortal and self.workers[b"0.1"].round and rng.random() < self.dies:
             self.die(rng.choice(mortal))
-        # 2. Some send what is not answered yet, and all that they are alive.
+        # 2. A server is killed and starts again; what was on its way to it and from it is lost.
+        if rng.random() < self.restarts and self.now < CALM:
+            server = rng.randrange(SERVERS)
+            self.flying = [one for one in self.flying if one[1] != server]
+            self.engines[server] = self.engine(server)
+            self.see_dead(server)
+        # 3. Some send what is not answered yet, and all that they are alive.
         for worker in living:
             for server, session in worker.sessions.items() if rng.random() < 0.05 else ():
                 self.post(server, worker.peer, m.Request(1, session, LEAVES - 1, m.Heartbeat()))
@@ -252,7 +269,7 @@ class Simulation:
                     self.post(
                         server, worker.peer, m.Request(run, worker.sessions.get(server, 0), number, body)
                     )
-        # 3. Some messages arrive.
+        # 4. Some messages arrive.
         due = [one for one in self.flying if one[0] <= self.now]
         rng.shuffle(due)
         for one in due:
@@ -264,10 +281,14 @@ class Simulation:
     def die(self, worker: Worker) -> None:
         worker.ended = "died"
         self.flying = [one for one in self.flying if one[2] != worker.peer or self.rng.random() < 0.5]
-        for engine in self.engines:
-            for session in engine._sessions:
-                if session.peer == worker.peer:
-                    session.state, session.seen_at = ProcessState.ENDED, self.now
+        for server in range(SERVERS):
+            self.see_dead(server)
+
+    def see_dead(self, server: int) -> None:
+        """Let a server see which processes have died."""
+        for session in self.engines[server]._sessions:
+            if self.workers[session.peer].ended == "died" and session.state is not ProcessState.ENDED:
+                session.state, session.seen_at = ProcessState.ENDED, self.now
 
     def post(self, server: int, peer: bytes, message: m.Request | m.Reply) -> None:
         for _ in range(1 + (self.rng.random() < 0.1)):
@@ -277,6 +298,8 @@ class Simulation:
     def deliver(self, server: int, peer: bytes, message: m.Request | m.Reply) -> None:
         worker = self.workers[peer]
         if isinstance(message, m.Request):
+            if worker.state == "leave" and isinstance(message.body, m.JoinRounds):
+                return  # over one connection it comes before the request to leave
             engine = self.engines[server]
             before = self.round_of(server)
             out = engine.handle(peer, message, self.now)
@@ -309,34 +332,39 @@ class Simulation:
         if not self.dies:
             failed = [one.ended for one in self.workers.values() if one.ended not in ("", "left")]
             assert all(text.startswith(("FencedError", "ConfigurationError")) for text in failed), failed
-        # A round after which a rank has joined cannot be taken back.
+        # A round after which a rank has joined, or a server was killed, cannot be taken back.
         views = self.engines[0].namespaces["j"].views
-        assert first.round > ROUNDS or (views is not None and first.round + 1 in views.since.values()), first
+        is_final = bool(self.restarts) or (views is not None and first.round + 1 in views.since.values())
+        assert first.round > ROUNDS or (is_final and first.ended.startswith("WorkerLostError")), first
 
 
-MISHAPS = [(0.0, 0.0), (0.1, 0.0), (0.1, 0.01)]
-"""(how often a message is lost, how often in a turn a process dies)"""
+MISHAPS = [(0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.1, 0.01, 0.0), (0.1, 0.01, 0.02)]
+"""How often a message is lost, a process dies in a turn, and a server is killed in a turn."""
 
 
-def run(seeds: range, loses: float, dies: float) -> None:
+def run(seeds: range, loses: float, dies: float, restarts: float) -> None:
     for seed in seeds:
         try:
             with tiny_slices():
-                Simulation(seed, loses, dies).run()
+                Simulation(seed, loses, dies, restarts).run()
         except BaseException as error:
-            raise AssertionError(f"Simulation({seed}, {loses}, {dies})") from error
+            raise AssertionError(f"Simulation({seed}, {loses}, {dies}, {restarts})") from error
 
 
-@pytest.mark.parametrize(("loses", "dies"), MISHAPS)
-def test_no_two_servers_complete_a_round_with_different_members(loses: float, dies: float) -> None:
-    run(range(6), loses, dies)
+@pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
+def test_no_two_servers_complete_a_round_with_different_members(
+    loses: float, dies: float, restarts: float
+) -> None:
+    run(range(6), loses, dies, restarts)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("first", range(6, 306, 20))
-@pytest.mark.parametrize(("loses", "dies"), MISHAPS)
-def test_members_are_the_same_on_all_servers_in_many_schedules(first: int, loses: float, dies: float) -> None:
-    run(range(first, first + 20), loses, dies)
+@pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
+def test_members_are_the_same_on_all_servers_in_many_schedules(
+    first: int, loses: float, dies: float, restarts: float
+) -> None:
+    run(range(first, first + 20), loses, dies, restarts)
 
 
 def test_the_simulation_notices_if_commits_under_former_members_count(
@@ -344,7 +372,7 @@ def test_the_simulation_notices_if_commits_under_former_members_count(
 ) -> None:
     monkeypatch.setattr(engine_module, "check_view", lambda *_: None)
     with pytest.raises(AssertionError, match="Simulation"):
-        run(range(12), 0.0, 0.0)
+        run(range(12), 0.0, 0.0, 0.0)
 
 
 def test_the_simulation_notices_if_a_partial_commit_is_not_taken_back(
@@ -352,4 +380,12 @@ def test_the_simulation_notices_if_a_partial_commit_is_not_taken_back(
 ) -> None:
     monkeypatch.setattr(Table, "undo", lambda *_: True)
     with pytest.raises(AssertionError, match="Simulation"):
-        run(range(40), 0.1, 0.03)
+        run(range(40), 0.1, 0.03, 0.0)
+
+
+def test_the_simulation_notices_if_a_restarted_server_does_not_know_the_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Views, "restore", lambda *_: None)
+    with pytest.raises(AssertionError, match="Simulation"):
+        run(range(12), *MISHAPS[-1])
