@@ -31,8 +31,8 @@ def signal_workers(job: Job, number: int) -> None:
         member.signal(number)
 
 
-def flags_of(folder: Path) -> list[str]:
-    return ["--state-dir", str(folder / "snapshots"), "--snapshot-every", str(EVERY)]
+def flags_of(folder: Path, every: str = str(EVERY)) -> list[str]:
+    return ["--state-dir", str(folder / "snapshots"), "--snapshot-every", every]
 
 
 class Loss:
@@ -93,6 +93,16 @@ def test_a_job_that_loses_all_processes_and_their_memory_goes_on_from_a_snapshot
     loss = Loss(everything, random.Random(case).randrange(EVERY + 3, ROUNDS), tmp_path, True)
     loss.check(run(case, tmp_path, loss), undisturbed(case, ROUNDS))
     assert loss.round >= EVERY
+
+
+def test_a_job_with_a_period_in_seconds_goes_on_from_a_snapshot(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    loss, jobs = Loss(everything, EVERY, tmp_path, True), list[Job]()
+    with Job("overlap", ROUNDS, tmp_path, {}, flags_of(tmp_path, "0.1s")) as job:
+        jobs.append(job)
+        loss.check(job.run(loss.events(jobs)), undisturbed("overlap", ROUNDS))
+    assert loss.round > 0
 
 
 @pytest.mark.parametrize("durability", ["process", "off"])
