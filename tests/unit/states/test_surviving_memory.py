@@ -68,7 +68,7 @@ def test_what_held_before_a_round_holds_if_that_is_repeated_or_changed_nothing(
     memory.sections[0].write(1, value(1.0))
     section = successor(path, memory)
     assert numbers(section.find(1)) == (1, 0.0)
-    assert numbers(section.find(2, is_changed=False)) == (1, 0.0)
+    assert numbers(section.find(2, last_counts=False)) == (1, 0.0)
 
 
 def test_a_round_that_changed_nothing_keeps_what_held_before_it_for_the_next_one(
@@ -79,7 +79,7 @@ def test_a_round_that_changed_nothing_keeps_what_held_before_it_for_the_next_one
     section.drop()
     section.write(2, value(2.0))  # round 2 is on its way; round 1 was skipped
     section = successor(path, memory)
-    assert numbers(section.find(2, is_changed=False)) == (2, 0.0)
+    assert numbers(section.find(2, last_counts=False)) == (2, 0.0)
     section.write(2, value(3.0))
     section.accept()
     section.write(3, value(4.0))
