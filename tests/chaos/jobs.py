@@ -258,7 +258,10 @@ class Job:
         for zombie, rank in zombies:
             if _is_stopped(zombie) or not self.has_computed(rank, zombie.pid):
                 zombie.kill()
-        codes = [zombie.wait(LIMIT) for zombie, _ in zombies]
+        while left := [zombie for zombie, _ in zombies if zombie.poll() is None]:
+            assert time.monotonic() < deadline, f"a process that was replaced hangs\n{self._stacks()}"
+            select.select(left, [], [], _POLL)
+        codes = [zombie.wait() for zombie, _ in zombies]
         for server in self.servers:
             server.signal(signal.SIGCONT)
             server.signal(signal.SIGTERM)
@@ -328,6 +331,8 @@ class Job:
             if member.process is not None and not member.is_done:
                 member.signal(signal.SIGCONT)
                 member.signal(signal.SIGUSR1)
+            for zombie in member.zombies:
+                zombie.send_signal(signal.SIGUSR1)
         time.sleep(2.0)  # nothing says when all have written
         return self._logs()
 
