@@ -51,7 +51,7 @@ class Fork:
     def poll(self) -> int | None:
         """The exit code, negative after a signal; None while it runs."""
         with self._lock:
-            if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+            if self.returncode is None and self._has_ended(0):
                 self.returncode = self._server.reap(self.pid)
                 os.close(self._pidfd)
             return self.returncode
@@ -59,11 +59,16 @@ class Fork:
     def wait(self, timeout: float | None = None) -> int:
         """The exit code once it has ended. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
-            select.select([self._pidfd], [], [], timeout)
+            self._has_ended(timeout)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
         return code
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        poll = select.poll()  # select takes no descriptor above 1023
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else 1000 * timeout))
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
