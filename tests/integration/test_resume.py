@@ -117,7 +117,10 @@ def test_a_worker_that_dies_comes_back_and_the_run_ends_with_the_same_bits(
     point: str, transport: str, tmp_path: Path, undisturbed: Callable[..., Job]
 ) -> None:
     name, _, nth = point.partition(":")
-    job = disturbed(tmp_path, f"{name}@1{nth and f':{nth}'}", "adam", {}, KVSTORE_TRANSPORT=transport)
+    # A process that dies right after it has sent its commits may not have sent the last one over TCP.
+    durability = "process" if (name, transport) == ("worker.round.committed", "tcp") else "off"
+    environ = {"KVSTORE_TRANSPORT": transport, "KVSTORE_DURABILITY": durability}
+    job = disturbed(tmp_path, f"{name}@1{nth and f':{nth}'}", "adam", {}, **environ)
     assert job["digest"] == undisturbed("adam", {})["digest"]
     assert job["restarts"] == [0, 1, 0]
     assert [made for rank, made in enumerate(job["made"]) if rank != 1] == [STEPS, STEPS]
