@@ -94,7 +94,7 @@ class WorkerLostError(KVStoreError):
 class RepeatedRoundError(WorkerLostError):
     """A worker was lost or raised in the middle of a round, and its job goes on without it.
 
-    The round counts nowhere: servers that have applied it take it back, and the other members make it again.
+    The round counts nowhere: servers that have applied it undo it, and the other members make it again.
     """
 
 

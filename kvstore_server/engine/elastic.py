@@ -206,7 +206,7 @@ def check_view(space: Namespace, rank: int, waiter: Waiter, body: m.Contribute) 
         is_last = round_ == opened - 1 and shared.was_applied(number, round_)
         if not (is_last and views.is_conflict(view.number)):
             return None
-        failed = m.Failed(*to_wire(_take_back_partial(space, number)), number, round_, round_ + 1)
+        failed = m.Failed(*to_wire(_undo_partial_round(space, number)), number, round_, round_ + 1)
         return [m.Outgoing(waiter.peer, m.Reply(waiter.number, failed))]
     # 2. It is open, or will be: its members are those of the present view.
     if view.number < views.current.number or (space.is_coordinator and view.number > views.current.number):
@@ -218,7 +218,7 @@ def check_view(space: Namespace, rank: int, waiter: Waiter, body: m.Contribute) 
     return None
 
 
-def _take_back_partial(space: Namespace, number: int) -> KVStoreError:
+def _undo_partial_round(space: Namespace, number: int) -> KVStoreError:
     """Take the last round back, which the coordinator ends under a later view; return the error of its members.
 
     No worker has finished it: the coordinator had not applied it when it made that view, and who has committed under it
@@ -229,8 +229,8 @@ def _take_back_partial(space: Namespace, number: int) -> KVStoreError:
         f"round {shared.number(number) - 1} of {table.name!r} was applied on server {space.config.server} with a "
         "contribution that other servers never got, because its worker was lost in between"
     )
-    error = RepeatedRoundError(f"{what}; it is taken back")
-    if space.take_back(shared, table, ALL, error):
+    error = RepeatedRoundError(f"{what}; it is undone")
+    if space.undo_last_round(shared, table, ALL, error):
         return error
     return WorkerLostError(
         f"{what}; the servers are one round apart. Restart the job from its last saved states"
@@ -252,7 +252,7 @@ def _follow_view(space: Namespace, gone: Iterable[int]) -> None:
 def _forget_commits(space: Namespace) -> list[tuple[int, Waiter]]:
     [table] = space.tables
     pipelined.roll_back(space, table)
-    table.held = None  # the round before may still have to be taken back
+    table.held = None  # the round before may still have to be undone
     space.forget_absent([table.number])
     assert space.views is not None
     return space.rounds.shared.change_members(table.number, space.views.current.ranks)

@@ -817,7 +817,7 @@ class Engine:
             out += self._fail(space, tracker, table, error)
         # Another server failed the round that this one has applied: undo it while no slice of the next has arrived.
         elif abort.undo and abort.round == number - 1:
-            space.take_back(tracker, table, whose, error, rank)
+            space.undo_last_round(tracker, table, whose, error, rank)
         for wait in space.waits.take(
             lambda wait: (wait.table, wait.rank, wait.round) == (table.number, rank, abort.round)
         ):

@@ -608,7 +608,7 @@ class Namespace:
             return f"the entry of rank {wait.rank} at the end of {self.open_round(wait.table)}"
         return f"{'the end' if wait.is_join else 'a read'} of {self.tables[wait.table].name!r} by rank {wait.rank}"
 
-    def take_back(
+    def undo_last_round(
         self, tracker: RoundTracker, table: Table, whose: int, error: KVStoreError, rank: int | None = None
     ) -> bool:
         """Turn the last round of a rank, or of ALL, into a failed one, if it was applied and can be undone.

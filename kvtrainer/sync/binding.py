@@ -490,7 +490,7 @@ class Binding:
             try:
                 return self.exchange.run(contribution, weights, self.guard)
             except RepeatedRoundError as error:
-                if self.holder is None or self.holder.is_broken:  # a server could not take it back
+                if self.holder is None or self.holder.is_broken:  # a server could not undo it
                     raise WorkerLostError(f"{error}. Restart the job from its last saved states") from error
                 _log.warning("the round is made again: %s", error)
                 if describe_state is not None:  # it has the number of the round
