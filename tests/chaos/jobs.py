@@ -59,7 +59,8 @@ class Member:
         """How its processes have ended."""
 
     def start(self) -> None:
-        environ, stored = {**self.env, "KVSTORE_RESTARTS": str(self.starts)}, list[int]()
+        # Above 0 at the first start, too: then servers also tell a process that was held up there if all have finished.
+        environ, stored = {**self.env, "KVSTORE_RESTARTS": str(self.starts + 1)}, list[int]()
         environ |= self.memory.environment(0)
         if self.store is not None:
             environ, stored = self.store.environment(environ), self.store.descriptors
@@ -252,16 +253,15 @@ class Job:
             # 3. Start again what has died; see to what has stopped.
             for member in self.members:
                 self._look_after(member)
-        # 4. Those that were replaced find that out while there are servers. One that still stands still is killed, and
-        # one that had not begun: if it comes after the end, it waits for the other ranks of a new job.
-        zombies = [(zombie, rank) for rank, worker in enumerate(self.workers) for zombie in worker.zombies]
-        for zombie, rank in zombies:
-            if _is_stopped(zombie) or not self.has_computed(rank, zombie.pid):
+        # 4. Those that were replaced find that out while there are servers; one that still stands still is killed.
+        zombies = [zombie for member in self.members for zombie in member.zombies]
+        for zombie in zombies:
+            if _is_stopped(zombie):
                 zombie.kill()
-        while left := [zombie for zombie, _ in zombies if zombie.poll() is None]:
+        while left := [zombie for zombie in zombies if zombie.poll() is None]:
             assert time.monotonic() < deadline, f"a process that was replaced hangs\n{self._stacks()}"
             select.select(left, [], [], _POLL)
-        codes = [zombie.wait() for zombie, _ in zombies]
+        codes = [zombie.wait() for zombie in zombies]
         for server in self.servers:
             server.signal(signal.SIGCONT)
             server.signal(signal.SIGTERM)
@@ -269,15 +269,8 @@ class Job:
 
     def computed(self, rank: int) -> int:
         """How many gradients a rank has computed so far."""
-        return len(self._computed(rank))
-
-    def has_computed(self, rank: int, pid: int) -> bool:
-        """Whether one of the processes of a rank has computed a gradient."""
-        return any(line.split()[1] == str(pid) for line in self._computed(rank))
-
-    def _computed(self, rank: int) -> list[str]:
         path = self._folder / f"computed.{rank}"
-        return path.read_text().splitlines() if path.exists() else []
+        return len(path.read_text().splitlines()) if path.exists() else 0
 
     def replace(self, member: Member) -> None:
         """Start a successor of a worker whose process lives, as if nobody could see that."""
