@@ -15,7 +15,7 @@ from tests.integration import registered_optimizer
 from tests.integration.test_elastic import first_weights, plain_loop, sgd
 from tests.integration.test_elastic_losses import SGD, SHIFT, give
 from tests.support.limits import FOREVER, LIMIT
-from tests.support.partition import BOTH, TO_SERVER, TO_WORKER, PartitionedLink
+from tests.support.lossy import BOTH, TO_SERVER, TO_WORKER, LinkProxy
 from tests.support.processes import Members, Processes, eventually, new_name, round_of, together
 
 SILENCE = 2.5
@@ -34,11 +34,11 @@ def two_servers() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def linked() -> Iterator[Callable[[str], PartitionedLink]]:
-    links: list[PartitionedLink] = []
+def linked() -> Iterator[Callable[[str], LinkProxy]]:
+    links: list[LinkProxy] = []
 
-    def make(server: str) -> PartitionedLink:
-        links.append(PartitionedLink(server))
+    def make(server: str) -> LinkProxy:
+        links.append(LinkProxy(server))
         return links[-1]
 
     yield make
@@ -50,7 +50,7 @@ def linked() -> Iterator[Callable[[str], PartitionedLink]]:
 def test_both_ends_find_a_half_open_link_by_its_silence(
     ways: Sequence[str],
     two_servers: list[str],
-    linked: Callable[[str], PartitionedLink],
+    linked: Callable[[str], LinkProxy],
     members: Members,
 ) -> None:
     link, name = linked(two_servers[0]), new_name()
@@ -69,7 +69,7 @@ def test_both_ends_find_a_half_open_link_by_its_silence(
 
     together(*(lambda one=one: one.init("w", torch.zeros(40_000)) for one in stores))
     assert all(torch.equal(found, twos) for found in together(*(lambda one=one: step(one) for one in stores)))
-    link.cut(*ways)
+    link.hold(*ways)
     whole, cut_off = together(*(lambda one=one: step(one) for one in stores))
     assert isinstance(cut_off, ServerUnreachableError)
     assert link.address in str(cut_off)
@@ -104,7 +104,7 @@ def train(
 
 
 def stores_of(
-    members: Members, servers: list[str], link: PartitionedLink, workers: int, **limits: Any
+    members: Members, servers: list[str], link: LinkProxy, workers: int, **limits: Any
 ) -> list[DistKVStore]:
     """All workers of a job; rank 1 reaches the second server by the link."""
     name = new_name()
@@ -113,14 +113,14 @@ def stores_of(
 
 
 def test_a_partition_from_one_of_two_servers_that_heals_changes_no_bit(
-    two_servers: list[str], linked: Callable[[str], PartitionedLink], members: Members
+    two_servers: list[str], linked: Callable[[str], LinkProxy], members: Members
 ) -> None:
     link = linked(two_servers[1])
     stores = stores_of(members, two_servers, link, 2)
 
     def cut(step: int) -> None:
         if step == CUT_AT:
-            link.cut(*BOTH)
+            link.hold(*BOTH)
 
     def heal() -> None:
         assert eventually(lambda: link.held >= 2, LIMIT)
@@ -136,7 +136,7 @@ def test_a_partition_from_one_of_two_servers_that_heals_changes_no_bit(
 
 
 def test_a_partition_from_one_of_two_servers_that_stays_ends_the_job_and_no_worker_has_half_a_step(
-    two_servers: list[str], linked: Callable[[str], PartitionedLink], members: Members
+    two_servers: list[str], linked: Callable[[str], LinkProxy], members: Members
 ) -> None:
     link = linked(two_servers[1])
     stores = stores_of(members, two_servers, link, 2, timeout=FOREVER, dead_after=SILENCE)
@@ -149,7 +149,7 @@ def test_a_partition_from_one_of_two_servers_that_stays_ends_the_job_and_no_work
             for step in range(END):
                 give(weights, rank, step)
                 if (rank, step) == (1, CUT_AT):
-                    link.cut(*BOTH)
+                    link.hold(*BOTH)
                 trainer.step()
         except KVStoreError as error:
             return error
@@ -167,14 +167,14 @@ def test_a_partition_from_one_of_two_servers_that_stays_ends_the_job_and_no_work
 
 
 def test_the_others_go_on_without_a_worker_that_is_cut_off_from_one_server_if_members_may_change(
-    two_servers: list[str], linked: Callable[[str], PartitionedLink], members: Members
+    two_servers: list[str], linked: Callable[[str], LinkProxy], members: Members
 ) -> None:
     link = linked(two_servers[1])
     stores = stores_of(members, two_servers, link, 3, elastic="1..3", timeout=FOREVER, dead_after=SILENCE)
 
     def cut(step: int) -> None:
         if step == CUT_AT:
-            link.cut(*BOTH)
+            link.hold(*BOTH)
 
     def cut_off() -> None:
         with pytest.raises(ServerUnreachableError):

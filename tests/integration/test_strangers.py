@@ -32,7 +32,7 @@ from kvstore_server.server import ServerOptions, make_server
 from kvtrainer.client import connection, session
 from kvtrainer.errors import FencedError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.lossy import CuttingProxy
+from tests.support.lossy import LinkProxy
 from tests.support.messages import contribution
 from tests.support.processes import (
     LIMIT,
@@ -202,7 +202,7 @@ def test_training_ends_with_the_same_bits_although_connections_are_cut(
 ) -> None:
     monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
     monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
-    proxies = [CuttingProxy(server.address) for server in servers]
+    proxies = [LinkProxy(server.address) for server in servers]
     name, numel = new_name(), 200_000
     stores = [members.join([p.address for p in proxies], rank, 2, name, type=type) for rank in range(2)]
     cuts = threading.Barrier(2, timeout=LIMIT)
@@ -236,7 +236,7 @@ def test_signs_of_life_go_on_after_a_connection_was_cut(
 ) -> None:
     monkeypatch.setattr(connection, "HEARTBEAT_INTERVAL", 0.05)
     with serving(make_server(config_of_server(), ServerOptions())) as server:
-        proxy, name = CuttingProxy(server.endpoint), new_name()
+        proxy, name = LinkProxy(server.endpoint), new_name()
         try:
             store = members.join([proxy.address], 0, 1, name)
             [member] = server.service.namespaces[name].membership.members.values()

@@ -1,4 +1,4 @@
-"""Networks with faults: proxies in front of a server that lose messages by chance, or cut connections."""
+"""Networks with faults: proxies in front of a server that lose messages by chance, or disturb connections."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
+
+from tests.support.limits import LIMIT
+
+TO_SERVER, TO_WORKER = "to the server", "to the worker"
+BOTH = (TO_SERVER, TO_WORKER)
 
 
 class LossyProxy:
@@ -73,8 +78,8 @@ class LossyProxy:
         return False
 
 
-class CuttingProxy:
-    """Stands between workers and one server at the level of TCP, and cuts all connections when it is told to.
+class LinkProxy:
+    """Stands between workers and one server at the level of TCP, and disturbs all connections when it is told to.
 
     Args:
         server: The address of the server.
@@ -83,11 +88,15 @@ class CuttingProxy:
     def __init__(self, server: str) -> None:
         self.made = 0
         """How many connections there were so far."""
+        self.held = 0
+        """How many times bytes have had to wait so far."""
         self._server = urlsplit(server)
+        self._passes = {way: threading.Event() for way in BOTH}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: list[socket.socket] = []
         self._lock = threading.Lock()
+        self.heal()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -98,11 +107,22 @@ class CuttingProxy:
                     end.shutdown(socket.SHUT_RDWR)
             self._open.clear()
 
+    def hold(self, *ways: str) -> None:
+        """Hold back what is sent from now on, and close nothing, as when a cable is pulled or packets are dropped."""
+        for way in ways:
+            self._passes[way].clear()
+
+    def heal(self) -> None:
+        """Let what was held back arrive, as TCP would send it again."""
+        for event in self._passes.values():
+            event.set()
+
     def close(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
+        self.heal()
 
     def _accept(self) -> None:
         with suppress(OSError):  # it is closed
@@ -112,15 +132,17 @@ class CuttingProxy:
                 with self._lock:
                     self._open += [worker, server]
                     self.made += 1
-                for source, target in ((worker, server), (server, worker)):
-                    threading.Thread(target=_forward, args=(source, target), daemon=True).start()
+                for way, source, target in ((TO_SERVER, worker, server), (TO_WORKER, server, worker)):
+                    threading.Thread(target=self._forward, args=(way, source, target), daemon=True).start()
 
-
-def _forward(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    for end in (source, target):
+    def _forward(self, way: str, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
-    source.close()
+            while data := source.recv(1 << 16):
+                if not self._passes[way].is_set():
+                    self.held += 1
+                    self._passes[way].wait(LIMIT)
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        source.close()
