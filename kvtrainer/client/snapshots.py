@@ -88,8 +88,8 @@ class CutChoice(NamedTuple):
 def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
     """Choose the snapshot to which a job goes back; None if no server has lost anything.
 
-    A server that has gone back less often than others was killed before it could, and counts like one that has lost
-    its state. If the others have ended no round since they went back, it follows them.
+    A server that has gone back less often than others was killed before it could, or is yet to be told; it counts like
+    one that has lost its state. If the others have ended no round since they went back, it follows them.
 
     Raises:
         ServerLostState: A server has lost what it held, and no snapshot is on all servers.
@@ -99,32 +99,29 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
     cuts = [cut for one in offers for cut in one.cuts]
     holders = [one.holders for one in live] or [cut.holders for cut in cuts]
     needed = [at for at in sorted(frozenset[int]().union(*holders)) if at < len(offers)]
-    generation = max([offers[at].generation for at in needed], default=0)
     newest = max(one.generation for one in offers)
-    ahead = [offers[at] for at in needed if offers[at].generation == generation]
-    lost = [at for at in needed if offers[at].round < 0 or offers[at].generation < generation]
+    ahead = [at for at, one in enumerate(offers) if newest and one.generation == newest]
+    lost = [at for at in needed if offers[at].round < 0 or offers[at].generation < newest]
     if not lost:
         return None
-    # 2. Some servers may have gone back already, told by a worker that died before it had told the others. They go on
-    # from there, as long as no round has ended since.
-    restored = ahead[0].restored
-    if (
-        generation
-        and generation == newest
-        and all(one.restored == restored == max(one.round, 0) for one in ahead)
-    ):
-        if ahead[0].tag:
-            return CutChoice(StoredCut(restored, frozenset(needed)), generation, ahead[0].tag, ahead[0].save)
-        begun = [cut for at in lost for cut in offers[at].cuts if cut.round == restored]
-        if len(begun) == len(lost) or not restored:
-            return CutChoice(begun[0] if restored else _BEGINNING, generation)
-    # 3. The latest one that all have.
-    at_server = [{cut.round for cut in one.cuts} for one in offers]
-    common = [
-        cut for cut in cuts if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
-    ]
-    if common:
-        return CutChoice(max(common, key=lambda cut: cut.round), newest + 1)
+    latest = max(_common_cuts(offers), key=lambda cut: cut.round, default=None)
+    # 2. Some servers may have gone back already, told by another worker that has yet to tell the others, or that died
+    # before. They go on from there, as long as no round has ended since.
+    if ahead:
+        restored, tag, save = offers[ahead[0]].restored, offers[ahead[0]].tag, offers[ahead[0]].save
+        reached = [offers[at].round for at in ahead if at in needed]
+        if all(offers[at].restored == restored for at in ahead) and all(
+            max(at, 0) == restored for at in reached
+        ):
+            if tag:
+                return CutChoice(StoredCut(restored, frozenset(needed)), newest, tag, save)
+            begun = [cut for at in lost for cut in offers[at].cuts if cut.round == restored]
+            has_later = not reached and latest is not None and latest.round > restored
+            if (len(begun) == len(lost) or not restored) and not has_later:
+                return CutChoice(begun[0] if restored else _BEGINNING, newest)
+    # 3. Or the latest one that all have.
+    if latest is not None:
+        return CutChoice(latest, newest + 1)
     # 4. There is none. A job that has not reached its first snapshot begins again; the progress of a later one is not
     # thrown away without being asked.
     without = [at for at, one in enumerate(offers) if not one.period]
@@ -132,7 +129,8 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
         why = f" (servers {', '.join(map(str, without))} take none, see --state-dir and --snapshot-every)"
         raise ServerLostState(
             f"servers {', '.join(map(str, lost))} have lost what they held of this job, and no snapshot is on all of "
-            f"its servers: they have those of rounds {[sorted(one) for one in at_server]}{why if without else ''}. "
+            f"its servers: they have those of rounds {[sorted({cut.round for cut in one.cuts}) for one in offers]}"
+            f"{why if without else ''}. "
             "Stop the servers, and start the job with an empty --state-dir, from its last saved states"
         )
     origin = next((one for one in live if one.tag), None)
@@ -143,10 +141,14 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
 
 def common_rounds(offers: Sequence[ServerOffer]) -> list[int]:
     """Return the rounds of the snapshots that all servers have on which the job has tables."""
-    cuts = {cut.round: cut for one in offers for cut in one.cuts}
+    return sorted({cut.round for cut in _common_cuts(offers)})
+
+
+def _common_cuts(offers: Sequence[ServerOffer]) -> list[StoredCut]:
     at_server = [{cut.round for cut in one.cuts} for one in offers]
     return [
-        at
-        for at, cut in sorted(cuts.items())
-        if all(server < len(offers) and at in at_server[server] for server in cut.holders)
+        cut
+        for one in offers
+        for cut in one.cuts
+        if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
     ]

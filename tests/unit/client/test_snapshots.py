@@ -115,6 +115,31 @@ def test_a_server_without_tables_that_went_back_alone_goes_back_again_with_the_o
     assert choose_cut([alone, offer(-1)._replace(cuts=[cut])]) == CutChoice(cut, 2)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [
+        # Another worker has told the first server, and has yet to tell the one with the tables.
+        ((50,), (50, 1)),
+        # Since then the job has reached another snapshot, and has lost its server again.
+        ((50, 100), (100, 2)),
+    ],
+)
+def test_workers_that_come_together_decide_alike_if_a_server_without_tables_is_told_first(
+    rounds: tuple[int, ...], expected: tuple[int, int]
+) -> None:
+    told = returned(-1, 50)._replace(holders=frozenset())
+    cuts = [StoredCut(at, frozenset({1}), at // 50) for at in rounds]
+    found = choose_cut([told, offer(-1)._replace(cuts=cuts)])
+    assert found is not None
+    assert (found.cut.round, found.generation) == expected
+
+
+def test_workers_that_come_together_begin_again_once_if_a_server_without_tables_is_told_first() -> None:
+    told = returned(-1, 0)._replace(holders=frozenset())
+    others = [offer(3, holders=frozenset({1, 2})), offer(-1)]
+    assert choose_cut([told, *others]) == CutChoice(StoredCut(0, frozenset()), 1)
+
+
 @pytest.mark.parametrize("answer", [m.Status({"round": "many"}), m.Status({}), m.Pending((), "")])
 def test_an_answer_that_is_no_offer_is_a_protocol_error(answer: m.ReplyBody) -> None:
     with pytest.raises(ProtocolError):
