@@ -37,8 +37,8 @@ from kvstore_server.engine.changes import Changes
 from kvstore_server.engine.facts import waits_of, workers_of
 from kvstore_server.engine.membership import ERROR_LENGTH, ERRORS_KEPT, Membership
 from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, size_of_copy, size_of_deltas, size_of_table
+from kvstore_server.engine.partial_slice import NO_BYTES, SlicePart
 from kvstore_server.engine.rounds import (
-    NO_BYTES,
     CommitInfo,
     DelayedRequest,
     DelayedRequests,
@@ -48,7 +48,6 @@ from kvstore_server.engine.rounds import (
     NamespaceRounds,
     Piece,
     RoundTracker,
-    SlicePart,
 )
 from kvstore_server.engine.table import ALL, RankCommit, RowPart, Table
 from kvstore_server.engine.views import Views
