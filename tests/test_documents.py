@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -127,16 +128,23 @@ def _names_in(tree: ast.AST) -> set[str]:
     return found
 
 
+@functools.cache
+def _names_in_sources() -> tuple[set[str], set[str]]:
+    """All names in the product, and those within classes with their classes."""
+    trees = _trees()
+    classes = [one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.ClassDef)]
+    members = {f"{one.name}.{member}" for one in classes for member in _names_in(one)}
+    return set[str]().union(*map(_names_in, trees)), members
+
+
 INSIDE = ["architecture.md", *(name for name in PAGES if name.startswith("protocol/"))]
 """Pages that name parts of the code."""
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_pages_about_the_inside_name_only_what_there_is(name: str) -> None:
-    trees, quoted = _trees(), set(re.findall("`([^`]+)`", (DOCS / name).read_text()))
-    names = set[str]().union(*map(_names_in, trees))
-    classes = [one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.ClassDef)]
-    members = {f"{one.name}.{member}" for one in classes for member in _names_in(one)}
+    names, members = _names_in_sources()
+    quoted = set(re.findall("`([^`]+)`", (DOCS / name).read_text()))
     files = {one for one in quoted if re.fullmatch(r"[\w/]+(\.py|/)", one)}
     words = {one.split("=")[0] for one in quoted if re.fullmatch(r"\w+(=\w+)?", one)}
     dotted = {one for one in quoted if re.fullmatch(r"[A-Z]\w+\.\w+", one)}

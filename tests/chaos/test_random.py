@@ -23,7 +23,7 @@ ROUNDS = 40
 EVENTS = 6
 """In one job, unless it ends before."""
 TRAININGS = ["momentum", "adam", "adagrad", "clip", "compressed", "stored", "own"]
-SEEDS, MANY_SEEDS = 4, 64
+SEEDS, MANY_SEEDS = 3, 64
 """Seeds of each training in `make test` and in `make chaos`."""
 
 

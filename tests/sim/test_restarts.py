@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,12 @@ class AsyncRestarts(_Restarts, AsyncSchedule):
     pass
 
 
+def blocks(seeds: int) -> list[Any]:
+    """Where each block of twelve schedules starts; the second half is for the full run."""
+    starts = range(0, seeds, 12)
+    return [pytest.param(at, marks=() if at < seeds // 2 else pytest.mark.full) for at in starts]
+
+
 def played(kind: type[_Restarts], seeds: range) -> Counter[str]:
     seen = Counter[str]()
     for seed in seeds:
@@ -84,13 +91,13 @@ def played(kind: type[_Restarts], seeds: range) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 12))
+@pytest.mark.parametrize("first", blocks(SEEDS))
 def test_servers_of_synchronous_rounds_could_be_restarted_at_any_time(first: int) -> None:
     seen = played(SyncRestarts, range(first, first + 12))
     assert seen["looks at the next process"] > 100
     assert seen["in the middle of a round"]
 
 
-@pytest.mark.parametrize("first", range(0, ASYNC_SEEDS, 12))
+@pytest.mark.parametrize("first", blocks(ASYNC_SEEDS))
 def test_servers_of_asynchronous_contributions_could_be_restarted_at_any_time(first: int) -> None:
     assert played(AsyncRestarts, range(first, first + 12))["looks at the next process"] > 100

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +91,14 @@ FEW = (
 SERVER_POINTS = sorted(n for n in POINTS if n.startswith("server.") and not n.startswith("server.snapshot."))
 
 
+def a_third(*values: Iterable[object]) -> list[Any]:
+    """All combinations, two thirds of which are left to the full run."""
+    return [
+        pytest.param(*one, marks=pytest.mark.full if at % 3 else ())
+        for at, one in enumerate(itertools.product(*values))
+    ]
+
+
 @functools.cache
 def undisturbed(name: str) -> dict[str, Any]:
     job = Job(CASES[name])
@@ -114,9 +123,9 @@ def test_durability_changes_no_bit(name: str, store: HeldDescriptors) -> None:
     assert again.facts() == undisturbed(name)
 
 
-@pytest.mark.parametrize("nth", [1, 5])
-@pytest.mark.parametrize("point", [one for one in SERVER_POINTS if "recovery" not in one])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "point", "nth"), a_third(CASES, [one for one in SERVER_POINTS if "recovery" not in one], (1, 5))
+)
 def test_a_killed_server_ends_like_one_that_was_not(
     name: str, point: str, nth: int, store: HeldDescriptors
 ) -> None:
@@ -139,11 +148,14 @@ def test_a_server_that_is_killed_while_it_restarts_begins_that_again(
     assert job.facts() == undisturbed(name)
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3, 9])
 @pytest.mark.parametrize(
-    "point", [one for one in SERVER_POINTS if "compact" in one or "memory" in one or "log" in one]
+    ("name", "point", "nth"),
+    a_third(
+        FEW,
+        [one for one in SERVER_POINTS if "compact" in one or "memory" in one or "log" in one],
+        (1, 2, 3, 9),
+    ),
 )
-@pytest.mark.parametrize("name", FEW)
 def test_a_server_that_is_killed_while_its_log_is_replaced_loses_nothing(
     name: str, point: str, nth: int, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,8 +169,7 @@ def test_a_server_that_is_killed_while_its_log_is_replaced_loses_nothing(
     assert len([one.name for one in store.fds if "log" in one.name]) == 1
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "seed"), a_third(CASES, range(12)))
 def test_a_server_that_is_killed_again_and_again_ends_like_one_that_was_not(
     name: str, seed: int, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
