@@ -7,7 +7,7 @@ are the only ones that know ZeroMQ.
 
 Invariants:
 
-- Sends never block. What a peer does not accept is queued in its `Backlog`, so a stopped worker delays no other.
+- Sends never block. What a peer does not accept is queued in its `ReplyBacklog`, so a stopped worker delays no other.
 - Queued weights are not copied. `Leases` records them, and the service does not write weights that are leased.
 - No peer gets all of the server's time or memory: turns, frames and the backlog are bounded.
 - If the server itself was stopped for a while, silent workers are not blamed for it (`reset_liveness`).
@@ -147,7 +147,7 @@ def make_server(
         RecoveryError: What was left is damaged, is of another server, or cannot be kept further.
     """
     # 1. What an earlier process has left, and the directory of snapshots.
-    config, options, durability, stored = _open_durability(
+    config, options, durability, stored = _open_server_durability(
         config, options, {} if environ is None else environ
     )
     folder = None
@@ -184,7 +184,7 @@ def make_server(
     return server
 
 
-def _open_durability(
+def _open_server_durability(
     config: EngineConfig, options: ServerOptions, environ: MutableMapping[str, str]
 ) -> tuple[EngineConfig, ServerOptions, Durability | None, Stored | None]:
     """Read what an earlier process has left with the supervisor, and let this one store what it does.
@@ -246,7 +246,7 @@ class Server:
         """The debug log for messages; None unless that logger shows debug lines."""
         self._name_of = name_of
         # 2. Outgoing: what is queued, and how much this turn may still send.
-        self._backlog: dict[bytes, Backlog] = {}
+        self._backlog: dict[bytes, ReplyBacklog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
         self._copies: dict[tuple[int, int], tuple[Tensor, zmq.Frame]] = {}
@@ -433,13 +433,15 @@ class Server:
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         """Send replies, or queue them: for a slow peer, behind other replies, or because this turn has sent enough."""
         self._copies.clear()
-        for peer, reply in packed(self._without_queued(replies) if self._backlog else replies, self._portion):
+        for peer, reply in pack_replies(
+            self._without_queued(replies) if self._backlog else replies, self._portion
+        ):
             waiting = self._backlog.get(peer)
             if waiting is None:
                 if self._budget > 0 and self._try_send(peer, reply) is not _Sent.LATER:
                     continue
-                waiting = self._backlog[peer] = Backlog()
-            for payload in _payloads_of(reply):
+                waiting = self._backlog[peer] = ReplyBacklog()
+            for payload in _reply_payloads(reply):
                 self._leases.hold(payload)
             waiting.append(reply)
             if self._debug_log is not None:
@@ -464,7 +466,7 @@ class Server:
         channel = self._channels.get(peer)
         return MAX_PAYLOAD if channel is None else channel.portion
 
-    def _try_send(self, peer: bytes, reply: m.Reply, waiting: Backlog | None = None) -> _Sent:
+    def _try_send(self, peer: bytes, reply: m.Reply, waiting: ReplyBacklog | None = None) -> _Sent:
         """Try to send one reply, which may be the oldest of `waiting`."""
         body = reply.body
         channel = None if isinstance(body, m.SliceState) else self._channels.get(peer)
@@ -481,7 +483,7 @@ class Server:
                     return _Sent.LATER
             else:
                 frames = encode(reply) if waiting is None else waiting.frames()
-                self._hand_over(peer, frames, _payloads_of(reply))
+                self._hand_over(peer, frames, _reply_payloads(reply))
         except zmq.Again:
             return _Sent.LATER
         except zmq.ZMQError as error:
@@ -496,7 +498,7 @@ class Server:
                 raise
             self._listener.drop(peer)  # the worker closed it; it may have others
             return _Sent.LATER
-        self._budget -= _size_of(reply)
+        self._budget -= _reply_size(reply)
         if self._debug_log is not None:
             self._debug_log.message("sent", self._name_of(peer), reply.number, body)
         return _Sent.NOW
@@ -541,7 +543,7 @@ class Server:
         if sent is _Sent.NEVER:
             self._drop_backlog(peer)
             return False
-        for payload in _payloads_of(waiting.popleft()):
+        for payload in _reply_payloads(waiting.popleft()):
             self._leases.release(payload)
         del self._backlog[peer]
         if waiting.replies:
@@ -550,7 +552,7 @@ class Server:
 
     def _drop_backlog(self, peer: bytes) -> None:
         for reply in self._backlog.pop(peer).replies:
-            for payload in _payloads_of(reply):
+            for payload in _reply_payloads(reply):
                 self._leases.release(payload)
 
 
@@ -563,7 +565,7 @@ class _Sent(Enum):
 
 
 @dataclass
-class Backlog:
+class ReplyBacklog:
     """Replies queued for one peer, oldest first. Each is encoded when it is about to be sent."""
 
     replies: deque[m.Reply] = field(default_factory=deque)
@@ -578,7 +580,7 @@ class Backlog:
 
     def append(self, reply: m.Reply) -> None:
         self.replies.append(reply)
-        self.nbytes += _size_of(reply)
+        self.nbytes += _reply_size(reply)
         self._coming.update(_reply_keys(reply))
 
     def divide(self, most: int) -> None:
@@ -598,7 +600,7 @@ class Backlog:
 
     def popleft(self) -> m.Reply:
         reply, self._frames = self.replies.popleft(), None
-        self.nbytes -= _size_of(reply)
+        self.nbytes -= _reply_size(reply)
         self._coming.difference_update(_reply_keys(reply))
         return reply
 
@@ -612,11 +614,11 @@ class Backlog:
         return m.Reply(reply.number, m.Weights(parts, payloads, zero_copy, reply.body.locations))
 
 
-def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
+def _reply_payloads(reply: m.Reply) -> Sequence[Tensor]:
     return reply.body.payloads if isinstance(reply.body, m.Weights) else ()
 
 
-def _size_of(reply: m.Reply) -> int:
+def _reply_size(reply: m.Reply) -> int:
     """Estimate the cost of a reply in bytes, with the fixed cost of the message and of each part."""
     body = reply.body
     if isinstance(body, m.Weights):
@@ -629,7 +631,7 @@ def _reply_keys(reply: m.Reply) -> list[tuple[int, int, int]]:
     return [(reply.number, slot, version) for slot, version in parts]
 
 
-def packed(
+def pack_replies(
     replies: Iterable[m.Outgoing], portion: Callable[[bytes], int] = lambda _: MAX_PAYLOAD
 ) -> list[m.Outgoing]:
     """Join replies to the same request into few messages, in order; `portion` is the most data in a peer's message."""

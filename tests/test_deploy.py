@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_server.cli import build_parser
+from kvstore_server.cli import build_server_parser
 from kvstore_server.descriptor_store import MAX_DESCRIPTORS
 from kvstore_server.restarts import CRASH_LOOP, REPLACED, RESTARTS
 from kvstore_server.supervisor import DURABILITY
@@ -100,7 +100,9 @@ def test_servers_of_the_batch_file_get_flags_that_they_know_and_listen_publicly_
 ) -> None:
     assert submit({**slurm, "SERVERS": "2"}, tmp_path, "true").returncode == 0
     lines = (Path(slurm["STEPS"]) / "servers").read_text().splitlines()
-    flags = sorted([build_parser({}).parse_args(line.split()) for line in lines], key=lambda one: one.index)
+    flags = sorted(
+        [build_server_parser({}).parse_args(line.split()) for line in lines], key=lambda one: one.index
+    )
     assert [(one.index, one.num_servers, one.ready_fd) for one in flags] == [(0, 2, 3), (1, 2, 3)]
     assert {one.bind for one in flags} == {"tcp://127.0.0.1:0"}
 
@@ -117,7 +119,7 @@ def test_with_restarts_servers_of_the_batch_file_are_supervised(
 ) -> None:
     assert submit({**slurm, "RESTARTS": "3"}, tmp_path, "true").returncode == 0
     [line] = (Path(slurm["STEPS"]) / "servers").read_text().splitlines()
-    flags = build_parser({}).parse_args(line.split())
+    flags = build_server_parser({}).parse_args(line.split())
     assert (flags.supervise, flags.restarts, flags.ready_fd) == (True, 3, 3)
 
 
@@ -211,7 +213,7 @@ def test_the_numbers_of_the_manifests_are_of_one_job(manifests: dict[str, Any]) 
     place = read_topology({**env_of(worker), "KVSTORE_RANK": "0"})
     hosts = [f"tcp://{name}-{index}.{service['metadata']['name']}:{port}" for index in range(count)]
     assert place == Topology(0, job["spec"]["completions"], tuple(hosts))
-    flags = build_parser(env_of(server)).parse_args(["--index", str(count - 1)])
+    flags = build_server_parser(env_of(server)).parse_args(["--index", str(count - 1)])
     assert (flags.num_servers, flags.bind, flags.allow_public_bind) == (count, f"tcp://0.0.0.0:{port}", True)
     assert flags.drain_timeout < servers["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
 
@@ -235,7 +237,7 @@ def test_a_worker_of_the_manifests_comes_back_with_its_rank_and_servers_have_a_s
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [REPLACED])
     [counter] = [one for one in container_of(manifests["Job"])["env"] if one["name"] == RESTARTS]
     assert "job-index-failure-count" in counter["valueFrom"]["fieldRef"]["fieldPath"]
-    flags = build_parser({}).parse_args(
+    flags = build_server_parser({}).parse_args(
         command.partition("kvstore-server ")[2].replace("${HOSTNAME##*-}", "1").split()
     )
     assert flags.supervise
@@ -245,7 +247,7 @@ def test_servers_of_the_manifests_write_snapshots_to_a_volume_that_outlives_a_po
     manifests: dict[str, Any],
 ) -> None:
     servers = manifests["StatefulSet"]
-    flags = build_parser(env_of(container_of(servers))).parse_args([])
+    flags = build_server_parser(env_of(container_of(servers))).parse_args([])
     mounts = {one["mountPath"]: one["name"] for one in container_of(servers)["volumeMounts"]}
     claims = [claim["metadata"]["name"] for claim in servers["spec"]["volumeClaimTemplates"]]
     assert mounts[flags.state_dir] in claims
@@ -298,7 +300,7 @@ def test_the_unit_keeps_the_memory_of_a_server_and_starts_it_again_unless_that_i
     assert int(unit["StartLimitBurst"]) == CRASH_LOOP
     environ = dict(value.split("=") for name, value in settings("Service") if name == "Environment")
     assert environ.pop(DURABILITY) == "process"
-    flags = build_parser(environ).parse_args(service["ExecStart"].replace("%i", "1").split()[1:])
+    flags = build_server_parser(environ).parse_args(service["ExecStart"].replace("%i", "1").split()[1:])
     assert (flags.index, flags.num_servers, flags.bind) == (1, 2, "tcp://127.0.0.1:5551")
     assert flags.drain_timeout < int(service["TimeoutStopSec"])
 

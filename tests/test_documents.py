@@ -41,7 +41,7 @@ SITE = (ROOT / "mkdocs.yml").read_text()
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 PARSERS = {
     "kvlaunch": kvlaunch._make_parser,
-    "kvstore-server": partial(cli.build_parser, {}),
+    "kvstore-server": partial(cli.build_server_parser, {}),
     "kvtop": top._make_parser,
 }
 ELSEWHERE = {"frameworks.md": "tests/frameworks/test_documents.py"}

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from kvstore_server.errors import RecoveryError
-from kvstore_server.notify import connect, send, supervisor_address
+from kvstore_server.notify import connect_notify_socket, notify_socket_address, send_notification
 
 PREFIX = "kvstore-"
 """Names of our descriptors begin with this; others are left alone."""
@@ -86,7 +86,7 @@ class NotifySocket:
         self._most = most
         self._names = list(names)
         try:
-            self._socket = connect(address, _PROCESSED)
+            self._socket = connect_notify_socket(address, _PROCESSED)
         except OSError as error:
             raise self._unreachable(error) from None
 
@@ -110,7 +110,7 @@ class NotifySocket:
 
     def _send(self, message: str, *fds: int) -> None:
         try:
-            send(self._socket, message, fds)
+            send_notification(self._socket, message, fds)
         except OSError as error:
             raise self._unreachable(error) from None
 
@@ -144,7 +144,7 @@ def notify_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
     It says so in FDSTORE, as systemd 254 and newer do. A supervisor without it may drop what it is sent.
     """
-    address, room = supervisor_address(environ), environ.get("FDSTORE", "")
+    address, room = notify_socket_address(environ), environ.get("FDSTORE", "")
     if address is not None and room.isdecimal() and int(room):
         return address, int(room)
     return None

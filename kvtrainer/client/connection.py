@@ -33,7 +33,7 @@ from typing import Any
 import zmq
 
 from kvstore_server.check import is_loopback
-from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_open
+from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_descriptors_error
 from kvstore_server.engine.memory import keep_free_memory
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, describe
 from kvstore_server.processes import Process, ProcessState
@@ -114,7 +114,7 @@ class Connection(Transport):
             self._context.destroy(linger=0)
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            raise too_many_open(f"no socket to a server can be made: {error}") from None
+            raise too_many_descriptors_error(f"no socket to a server can be made: {error}") from None
         # 2. Channels, and what waits to be sent.
         self._transport = transport
         self._channels: dict[int, Channel] = {}

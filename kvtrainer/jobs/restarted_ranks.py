@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore_server.restarts import RESTARTS, Restarts, is_final, shell_code
+from kvstore_server.restarts import RESTARTS, Restarts, is_restart_useless, shell_code
 
 
 class Death(NamedTuple):
@@ -38,7 +38,7 @@ class RestartedRanks:
 
     def count(self, rank: int, name: str, code: int, lived: float, now: float) -> Death | None:
         """Count the death of a worker; None if the worker is done or replaced, or there are no restarts."""
-        if not self._limit or is_final(code):
+        if not self._limit or is_restart_useless(code):
             return None
         restarts = self._restarts[rank]
         delay = restarts.after(code, lived)

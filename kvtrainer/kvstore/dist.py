@@ -17,7 +17,7 @@ from kvstore_server import check
 from kvstore_server.durable.snapshot_folder import check_tag
 from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
-from kvstore_server.failpoints import arm
+from kvstore_server.failpoints import arm_failpoints
 from kvstore_server.optimizer.base import capability
 from kvtrainer.client.client import Client
 from kvtrainer.client.connection import Connection
@@ -125,7 +125,7 @@ class DistKVStore(TableKVStore):
                 f"{env.ELASTIC} lets the number of workers change, which kvstore {type!r} does not support; use "
                 "'dist_sync'"
             )
-        arm(os.environ, "worker", topology.rank)
+        arm_failpoints(os.environ, "worker", topology.rank)
         # 3. Check and collect the options of the sessions.
         if namespace is not None and not isinstance(namespace, str):
             raise ConfigurationError(

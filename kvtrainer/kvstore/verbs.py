@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec, make_codec
-from kvstore_server.commands import LONGEST, check_head
+from kvstore_server.commands import LONGEST, check_command_head
 from kvstore_server.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -460,7 +460,7 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: `head` is not an int in 0 … 2**31 - 1, or `body` is not a text of up to 1 MiB.
             ServerUnreachableError: A server did not answer within `dead_after` seconds.
         """
-        head = check_head(head)
+        head = check_command_head(head)
         if not isinstance(body, str):
             raise ConfigurationError(f"the body of a command must be a str, got {type(body).__name__}")
         try:

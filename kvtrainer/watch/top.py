@@ -30,7 +30,7 @@ from typing import Any
 from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
-from kvstore_server.probe import look
+from kvstore_server.probe import probe_servers
 from kvtrainer.common.env import SERVERS, read_servers
 from kvtrainer.watch.job import SILENT, Job, JobStatus, ServerStatus, View, Worker, as_values, view_of
 
@@ -97,11 +97,11 @@ def follow_job(
 
     Rates are averages over WINDOW seconds, or over one interval if that is longer.
     """
-    looks = deque([JobStatus(clock(), look(addresses, interval))])
+    looks = deque([JobStatus(clock(), probe_servers(addresses, interval))])
     while True:
         # Bounded on both sides, because the clock may be set back meanwhile.
         pause(min(interval, max(0.0, looks[-1].at + interval - clock())))
-        looks.append(JobStatus(clock(), look(addresses, interval)))
+        looks.append(JobStatus(clock(), probe_servers(addresses, interval)))
         while len(looks) > 2 and not 0 <= looks[-1].at - looks[0].at <= WINDOW:
             looks.popleft()
         yield view_of(looks[0], looks[-1], addresses)

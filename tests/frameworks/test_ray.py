@@ -118,7 +118,7 @@ def kill_supervised(config: dict[str, Any]) -> str:
         for one in killed:
             one.kill()
         psutil.wait_procs(killed)
-        while any(probe.ask(address, LIMIT) for address in servers.split(",")):
+        while any(probe.probe_server(address, LIMIT) for address in servers.split(",")):
             time.sleep(0.05)
     return servers
 

@@ -18,12 +18,12 @@ from tests.support.stores import Servers
 
 
 def test_its_question_and_the_answers_that_it_understands_are_the_protocols() -> None:
-    assert probe.question() == [bytes(one) for one in encode(m.Request(0, 0, 1, m.GetStatus()))]
+    assert probe.probe_question() == [bytes(one) for one in encode(m.Request(0, 0, 1, m.GetStatus()))]
     told = {"jobs": [{"name": "a", "rounds": 3, "late": 0.5}]}
-    assert probe.facts_in([bytes(one) for one in encode(m.Reply(1, m.Status(told)))]) == told
+    assert probe.facts_in_probe_answer([bytes(one) for one in encode(m.Reply(1, m.Status(told)))]) == told
     refused = encode(m.Reply(1, m.Failed(*to_wire(VersionMismatchError("another version")))))
     with pytest.raises(VersionMismatchError, match="another version"):
-        probe.facts_in([bytes(one) for one in refused])
+        probe.facts_in_probe_answer([bytes(one) for one in refused])
     assert probe.MAX_FRAME == MAX_FRAME
 
 

@@ -19,7 +19,7 @@ import zmq
 
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import create, known
-from kvstore_server.probe import look
+from kvstore_server.probe import probe_servers
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode, pack_control
 from kvstore_server.server import Server, ServerOptions, make_server
@@ -249,7 +249,7 @@ def test_a_server_tells_how_many_bytes_wait_for_workers_that_are_slow_to_read() 
     with _served(drain_timeout=0.1) as served, _Reader(served.server.endpoint) as reader:
 
         def queued() -> int:
-            [facts] = look([served.server.endpoint], LIMIT)
+            [facts] = probe_servers([served.server.endpoint], LIMIT)
             assert facts is not None
             return int(facts["queued"])
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import kvtrainer
-from kvstore_server.probe import look
+from kvstore_server.probe import probe_servers
 from kvstore_server.protocol import messages as m
 from kvstore_server.transport.channel import Channel
 from kvstore_server.transport.exports import StagingBufferRequest
@@ -57,7 +57,7 @@ def are_shared(worker: Worker) -> list[bool]:
 
 def memory_of(servers: Sequence[Process]) -> int:
     """The bytes that servers have promised together, as they tell whoever looks."""
-    told = look([server.address for server in servers], LIMIT)
+    told = probe_servers([server.address for server in servers], LIMIT)
     return sum([facts["memory"] for facts in told if facts is not None])
 
 

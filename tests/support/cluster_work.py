@@ -107,6 +107,6 @@ def kill_the_server(token: str) -> str:
 
     [pid] = pids()
     os.kill(pid, signal.SIGKILL)
-    while pids() in ([], [pid]) or probe.ask(address, 300.0):
+    while pids() in ([], [pid]) or probe.probe_server(address, 300.0):
         time.sleep(0.02)
     return address

@@ -12,7 +12,7 @@ from kvstore_server.durable.fd_store import StoredDescriptor
 from kvstore_server.engine.durability import Durability, Head, read_stored
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.failpoints import ArmedPoint, Failpoints
+from kvstore_server.failpoints import ArmedFailpoint, Failpoints
 from kvstore_server.transport.arena import Leases
 
 
@@ -71,7 +71,7 @@ def crashes(points: Failpoints) -> Iterator[None]:
 
 def crash_at(*points: tuple[str, int]) -> AbstractContextManager[None]:
     """Raise Crash in the block where failpoints are reached for the nth time."""
-    return crashes(Failpoints([ArmedPoint(name, None, nth) for name, nth in points]))
+    return crashes(Failpoints([ArmedFailpoint(name, None, nth) for name, nth in points]))
 
 
 def durable_engine(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import kvtrainer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
-from kvstore_server.server import packed
+from kvstore_server.server import pack_replies
 from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.client.client import Client, Loopback
 from kvtrainer.client.session import SessionOptions
@@ -316,7 +316,7 @@ class Counting(Loopback):
         super().send(server, m.Request(*decode([bytearray(frame) for frame in frames])), priority)
         told = [m.Outgoing(b"", reply) for _, reply in self._replies]
         self._replies.clear()
-        self._replies.extend((server, out.reply) for out in packed(told))  # as the server's loop does
+        self._replies.extend((server, out.reply) for out in pack_replies(told))  # as the server's loop does
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         got = super().receive(timeout)
