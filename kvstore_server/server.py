@@ -33,9 +33,9 @@ import zmq
 from torch import Tensor
 
 from kvstore_server.debug_log import Peer, debug_log
-from kvstore_server.durable.fd_store import NotifySocket, inherited_descriptors, notify_address
+from kvstore_server.durable.fd_store import SupervisorFdStore, descriptors_from_fd_store, fd_store_address
 from kvstore_server.durable.snapshot_folder import SnapshotFolder
-from kvstore_server.engine.durability import Durability, Head, Stored, read_stored
+from kvstore_server.engine.durability import Durability, DurabilityContents, Head, read_durability
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
@@ -57,8 +57,8 @@ from kvstore_server.protocol.frames import (
 )
 from kvstore_server.protocol.rows import PACKED_ROWS
 from kvstore_server.shard.shard import Leases
-from kvstore_server.transport.channel import Listener
-from kvstore_server.transport.tcp import prepare
+from kvstore_server.transport.channel import ChannelListener
+from kvstore_server.transport.tcp import prepare_tcp_socket
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +161,9 @@ def make_server(
     engine = Engine(config, leases, clock, durability=durability, snapshots=snapshots)
     engine.budget.available = available_memory
     try:
-        listener = Listener(config.run_id, engine.is_session, engine.budget, leases, engine.check_processes)
+        listener = ChannelListener(
+            config.run_id, engine.is_session, engine.budget, leases, engine.check_processes
+        )
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
@@ -186,7 +188,7 @@ def make_server(
 
 def _open_server_durability(
     config: EngineConfig, options: ServerOptions, environ: MutableMapping[str, str]
-) -> tuple[EngineConfig, ServerOptions, Durability | None, Stored | None]:
+) -> tuple[EngineConfig, ServerOptions, Durability | None, DurabilityContents | None]:
     """Read what an earlier process has left with the supervisor, and let this one store what it does.
 
     Returns the configuration and options with which the server continues. Without durability, or without a supervisor,
@@ -194,8 +196,8 @@ def _open_server_durability(
     """
     if options.durability != PROCESS:
         return config, options, None, None
-    kept = inherited_descriptors(environ, os.getpid())
-    address = notify_address(environ)
+    kept = descriptors_from_fd_store(environ, os.getpid())
+    address = fd_store_address(environ)
     if address is None:
         _log.warning(
             "nothing holds this server's memory when it ends (no NOTIFY_SOCKET and FDSTORE in the environment), so "
@@ -203,8 +205,8 @@ def _open_server_durability(
             "newer with FileDescriptorStoreMax="
         )
         return config, options, None, None
-    stored = read_stored(kept)
-    durability = Durability(NotifySocket(*address, [one.name for one in kept]), stored)
+    stored = read_durability(kept)
+    durability = Durability(SupervisorFdStore(*address, [one.name for one in kept]), stored)
     config = replace(config, restart_timeout=options.restart_timeout)
     if stored is not None:
         stored.head.check(config.server, config.num_servers, config.capability)
@@ -231,7 +233,7 @@ class Server:
         options: ServerOptions,
         leases: Leases | None = None,
         clock: Callable[[], float] = time.monotonic,
-        listener: Listener | None = None,
+        listener: ChannelListener | None = None,
         name_of: Callable[[bytes], Peer] = lambda _: Peer(),
     ) -> None:
         # 1. What is served, and to whom.
@@ -363,7 +365,7 @@ class Server:
         socket.setsockopt(zmq.RCVHWM, 1000)
         socket.setsockopt(zmq.SNDHWM, 32)  # copies, of up to 1 MiB each
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-        prepare(socket, self._options.bind)
+        prepare_tcp_socket(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
     def _receive(self) -> None:

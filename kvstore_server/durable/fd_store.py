@@ -23,7 +23,7 @@ _PROCESSED = 10.0
 """Seconds that the supervisor gets to read what it was sent."""
 
 
-class StoredDescriptor(NamedTuple):
+class FdStoreDescriptor(NamedTuple):
     """A descriptor that an earlier process of this server has stored."""
 
     name: str
@@ -40,9 +40,9 @@ class FdStore(Protocol):
         """Close what is kept under a name; without effect if the store cannot be reached."""
 
 
-def inherited_descriptors(
+def descriptors_from_fd_store(
     environ: MutableMapping[str, str], pid: int, first: int = 3
-) -> list[StoredDescriptor]:
+) -> list[FdStoreDescriptor]:
     """Return our descriptors among those passed to the process `pid`, and remove the variables that name them.
 
     Args:
@@ -58,7 +58,7 @@ def inherited_descriptors(
         raise RecoveryError(
             f"LISTEN_FDS={told['LISTEN_FDS']} does not fit the {len(names)} names in LISTEN_FDNAMES"
         )
-    kept = [StoredDescriptor(name, fd) for fd, name in enumerate(names, first) if name.startswith(PREFIX)]
+    kept = [FdStoreDescriptor(name, fd) for fd, name in enumerate(names, first) if name.startswith(PREFIX)]
     for one in kept:
         try:
             fcntl.fcntl(one.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
@@ -69,7 +69,7 @@ def inherited_descriptors(
     return kept
 
 
-class NotifySocket:
+class SupervisorFdStore:
     """The store of the supervisor at NOTIFY_SOCKET. Calls block until it has read what it was sent.
 
     Args:
@@ -139,7 +139,7 @@ class NotifySocket:
         return RecoveryError(f"the supervisor at {self._address} (NOTIFY_SOCKET) cannot be reached: {error}")
 
 
-def notify_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
+def fd_store_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return where a supervisor listens and how many descriptors it keeps; None if it keeps none.
 
     It says so in FDSTORE, as systemd 254 and newer do. A supervisor without it may drop what it is sent.

@@ -47,8 +47,8 @@ from kvstore_server.protocol.frames import (
     encode_parts,
 )
 from kvstore_server.protocol.messages import MAX_SOCKETS
-from kvstore_server.transport.channel import Channel, connect, watch
-from kvstore_server.transport.tcp import prepare, routing_id
+from kvstore_server.transport.channel import Channel, connect_channel, watch_over_channel
+from kvstore_server.transport.tcp import prepare_tcp_socket, tcp_routing_id
 from kvtrainer.client.flow_control import Window
 from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
@@ -96,7 +96,7 @@ class Connection(Transport):
             _FILES + _FILES_PER_SERVER * len(addresses), f"a store over {len(addresses)} servers"
         )
         self._context = zmq.Context()
-        self._ids = [tuple([routing_id() for _ in range(MAX_SOCKETS)]) for _ in addresses]
+        self._ids = [tuple([tcp_routing_id() for _ in range(MAX_SOCKETS)]) for _ in addresses]
         """Routing ids by server: that of the socket for heartbeats, and those that sockets for requests have in turn. A
         new socket with the id of the one before could be taken for that one, which may still be about to connect."""
         self._num_sockets = [0] * len(addresses)
@@ -433,7 +433,7 @@ class Connection(Transport):
 
     def _share_memory(self, server: int, run: int, session: int) -> None:
         try:
-            channel = connect(run, session, self._own_id(server))
+            channel = connect_channel(run, session, self._own_id(server))
         except OSError as error:
             self._go_without_memory(server, error)
         else:
@@ -445,7 +445,11 @@ class Connection(Transport):
         """Detect the end of a server's process from now on, and let it detect ours, if both are on one host."""
         channel = self._channels.get(server)
         with suppress(OSError):
-            process = watch(run, session, self._own_id(server)) if channel is None else channel.process()
+            process = (
+                watch_over_channel(run, session, self._own_id(server))
+                if channel is None
+                else channel.process()
+            )
             self._processes[server] = process
             self._ends[process.fileno()] = server
             self._poller.register(process.fileno(), _IN)
@@ -589,6 +593,6 @@ def _connect_dealer(
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, max_retry_ms)
-    prepare(socket, address)
+    prepare_tcp_socket(socket, address)
     socket.connect(address)
     return socket

@@ -24,7 +24,7 @@ from kvstore_server.optimizer.rows import scatter_rows
 from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
-from kvstore_server.shard.deltas import add_changes
+from kvstore_server.shard.deltas import add_delta_changes
 from kvstore_server.transport.arena import SharedArena
 from kvtrainer.client.contribution import Contribution, GatheredSlices, ServerLayout
 from kvtrainer.client.shared_weights import WeightSink
@@ -366,7 +366,7 @@ def _apply_changes(
         known, weights = table.followed[slice_.index]
         if known != version:
             weights = weights.clone()
-            add_changes(codec, raw, weights)
+            add_delta_changes(codec, raw, weights)
     table.followed[slice_.index] = version, weights
     return weights
 

@@ -34,7 +34,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.engine.memory import return_free_memory
 from kvstore_server.plan import PAGE, SIZES, Plan, Slice
 from kvstore_server.transport.channel import Channel
-from kvstore_server.transport.exports import StagingBuffer, StagingBufferRequest
+from kvstore_server.transport.exports import ExportedStagingBuffer, ExportedStagingRequest
 from kvstore_server.transport.pages import put_pages
 from kvtrainer.types import NO_TARGETS
 
@@ -134,14 +134,14 @@ class SharedGradients:
         """Whether a backward pass has allocated a gradient that could have been here."""
         self._asked: Mapping[int, int] | None = None
         """The sizes that servers were asked for last, by server; None before that, and after a server was restarted."""
-        self._requests: dict[int, StagingBufferRequest] = {}
+        self._requests: dict[int, ExportedStagingRequest] = {}
         """Server → the request for its buffer."""
         self._num_rounds = 0
         self.is_coming = False
         """Whether requested staging buffers are not mapped yet."""
         self._runs: list[_SliceRange] = []
         """Ranges of slices that are mapped."""
-        self._staging_buffers: dict[int, StagingBuffer] = {}
+        self._staging_buffers: dict[int, ExportedStagingBuffer] = {}
         self._memory: Any = np.zeros(0, np.uint8)
         self._buffer_parts: dict[int, _BufferPart] = {}
         self._last: dict[int, Callable[[], object]] = {}
@@ -287,7 +287,7 @@ class SharedGradients:
     def _is_home(self, key: int, begin: int) -> bool:
         return key in self._last and self._buffer_parts[key].begin == begin
 
-    def _map(self, staging_buffers: Mapping[int, StagingBuffer]) -> None:
+    def _map(self, staging_buffers: Mapping[int, ExportedStagingBuffer]) -> None:
         """Map the buffers. An interrupt leaves no gradient here."""
         self._last, self._targets = {}, NO_TARGETS
         plan = self._plan
@@ -324,7 +324,7 @@ class SharedGradients:
         self._targets = targets
 
     def _lay_out(
-        self, staging_buffers: Mapping[int, StagingBuffer]
+        self, staging_buffers: Mapping[int, ExportedStagingBuffer]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         targets, filled, flat = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
@@ -343,7 +343,7 @@ class SharedGradients:
         return targets, filled
 
     def _map_run(
-        self, run: _SliceRange, part: _BufferPart, staging_buffer: StagingBuffer, is_shared: bool
+        self, run: _SliceRange, part: _BufferPart, staging_buffer: ExportedStagingBuffer, is_shared: bool
     ) -> None:
         address = self._memory.ctypes.data + part.begin + run.own
         if run.own < run.end:

@@ -30,7 +30,7 @@ from kvstore_server.engine.memory import available_memory
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
-from kvstore_server.transport.pages import MOVED_AT_ONCE, PageSystem, split_neighbours
+from kvstore_server.transport.pages import MOVED_AT_ONCE, PageSystem, split_neighbouring_pages
 from kvtrainer.types import Arenas
 
 _FEW_PAGES = 16
@@ -224,7 +224,7 @@ class MappedSink(WeightSink):
 
     def attach(self) -> None:
         for dtype, own in self._own_pages():
-            for some in split_neighbours(own):
+            for some in split_neighbouring_pages(own):
                 address = self._flats[dtype].data_ptr() + int(some[0]) * PAGE
                 self._system.forget(address, len(some) * PAGE)
         self.commit()
@@ -313,7 +313,7 @@ class MappedSink(WeightSink):
         for one in self._slices.values():
             mine = pages[(pages >= one.first) & (pages < one.end)] if one.slice_.dtype == dtype else pages[:0]
             at = one.slice_.offset * SIZES[dtype]
-            for some in split_neighbours(mine // PAGE):
+            for some in split_neighbouring_pages(mine // PAGE):
                 begin, end = int(some[0]) * PAGE, int(some[-1]) * PAGE + PAGE
                 if torch.equal(flat[begin:end], one.source[begin - at : end - at]):
                     self._system.forget(flat.data_ptr() + begin, end - begin)
@@ -415,5 +415,5 @@ class PrivateSink(WeightSink):
     def _private_ranges(self, shown: Tensor) -> Iterator[tuple[int, int]]:
         if len(shown):
             pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
-            for some in split_neighbours(pages):
+            for some in split_neighbouring_pages(pages):
                 yield int(some[0]) * PAGE, min(int(some[-1]) * PAGE + PAGE, len(shown))

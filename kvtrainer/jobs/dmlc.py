@@ -42,7 +42,7 @@ from kvstore_server.log_limit import limited_log
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
-from kvstore_server.transport.tcp import routing_id
+from kvstore_server.transport.tcp import tcp_routing_id
 from kvtrainer.client.connection import Connection
 from kvtrainer.client.session import Session, SessionOptions
 from kvtrainer.common import env
@@ -240,11 +240,11 @@ class _Workers:
         self._num_workers = num_workers
         self._dead_after = dead_after
         self._began = now
-        self._socket = routing_id()
+        self._socket = tcp_routing_id()
         config = engine.config
         hello = m.Hello(
             _GROUP, num_workers, num_workers + 1, config.server, config.num_servers, config.capability, "the server",
-            routing_id(), (self._socket,),
+            tcp_routing_id(), (self._socket,),
         )  # fmt: skip
         [welcome] = engine.handle(self._socket, m.Request(0, 0, 1, hello), now)
         assert isinstance(welcome.reply.body, m.Welcome)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvstore_server import check
-from kvstore_server.durable.snapshot_folder import check_tag
+from kvstore_server.durable.snapshot_folder import check_snapshot_tag
 from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.failpoints import arm_failpoints
@@ -250,7 +250,7 @@ class DistKVStore(TableKVStore):
         self._client.load(tag)
 
     def _check_saved(self, tag: str) -> None:
-        check_tag(tag)
+        check_snapshot_tag(tag)
         if not self.mode.is_sync:
             raise ConfigurationError(
                 f"kvstore {self.type!r} is asynchronous, where a round is no state of all workers, so it can be "

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.protocol.frames import pack_control, unpack_control
-from kvstore_server.transport.arena import SharedArena, make_memory
-from kvstore_server.transport.channel import process_at
+from kvstore_server.transport.arena import SharedArena, make_shared_memory
+from kvstore_server.transport.channel import process_at_channel_end
 from kvtrainer.common import env
 from kvtrainer.errors import ConfigurationError, ProtocolError
 
@@ -341,7 +341,7 @@ def _connect_peers(
     listener.close()
     peers = []
     for other, end in sorted(ends.items()):
-        process = os.pidfd_open(process_at(end))
+        process = os.pidfd_open(process_at_channel_end(end))
         opened.callback(os.close, process)
         poll = select.poll()
         poll.register(end, select.POLLIN)
@@ -354,7 +354,7 @@ def _share_arena(rank: int, peers: Sequence[_Peer]) -> SharedArena:
     """Create and send the memory, on the lowest rank, or receive it. Raises OSError if it could be truncated."""
     nbytes = _ROOMS * (len(peers) + 1) * PLACE
     if rank < peers[0].rank:
-        fd = make_memory(nbytes)
+        fd = make_shared_memory(nbytes)
         for peer in peers:
             socket.send_fds(peer.end, [_GREETING.pack(rank)], [fd])
     else:

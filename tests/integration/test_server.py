@@ -23,7 +23,7 @@ from kvstore_server.probe import probe_servers
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode, pack_control
 from kvstore_server.server import Server, ServerOptions, make_server
-from kvstore_server.transport.tcp import routing_id
+from kvstore_server.transport.tcp import tcp_routing_id
 from kvtrainer.errors import ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER, LIMIT
@@ -375,7 +375,7 @@ class _Reader:
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
-        self._own = routing_id()
+        self._own = tcp_routing_id()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, self._own)
         self._socket.setsockopt(zmq.RCVHWM, 1)

@@ -18,7 +18,7 @@ from kvstore_server.errors import KVStoreError, ServerStoppingError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
 from kvstore_server.transport.arena import Leases
-from kvstore_server.transport.channel import Listener
+from kvstore_server.transport.channel import ChannelListener
 from kvtrainer.client import connection as connections
 from kvtrainer.client.connection import Connection
 from tests.support.messages import contribution
@@ -75,7 +75,9 @@ def test_to_close_after_a_server_has_ended_warns_of_nothing(
     listener: Any, caplog: pytest.LogCaptureFixture, says_farewell: bool
 ) -> None:
     connection = Connection([listener.getsockopt_string(zmq.LAST_ENDPOINT)])
-    memory = Listener(RUN, lambda _peer, token: token == TOKEN, Budget(0, 0, lambda: 1 << 30), Leases())
+    memory = ChannelListener(
+        RUN, lambda _peer, token: token == TOKEN, Budget(0, 0, lambda: 1 << 30), Leases()
+    )
     beginning = Call(lambda: connection.begin([(RUN, TOKEN)]))
     assert eventually(lambda: bool(memory.receive(lambda *_: None) or memory.channels))
     assert beginning.outcome() is None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_server.transport.arena import make_memory
+from kvstore_server.transport.arena import make_shared_memory
 from kvtrainer.ranks import shared_memory
 from kvtrainer.ranks.shared_memory import PLACE
 
@@ -31,12 +31,12 @@ def memory_from(ends: tuple[socket.socket, socket.socket], fd: int) -> int:
 
 
 def test_memory_of_the_lowest_rank_is_mapped(ends: tuple[socket.socket, socket.socket]) -> None:
-    assert memory_from(ends, make_memory(NBYTES)) == NBYTES
+    assert memory_from(ends, make_shared_memory(NBYTES)) == NBYTES
 
 
 def test_memory_of_another_size_is_refused(ends: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(ConnectionError):
-        memory_from(ends, make_memory(NBYTES - 4096))
+        memory_from(ends, make_shared_memory(NBYTES - 4096))
 
 
 def test_memory_that_may_become_shorter_is_refused(ends: tuple[socket.socket, socket.socket]) -> None:
