@@ -50,10 +50,10 @@ from kvstore_server.protocol.frames import (
     SENT_ALONE,
     Frame,
     LongMessage,
-    decode,
+    decode_frames,
     divided,
-    encode,
-    encode_parts,
+    encode_frames,
+    encode_frames_and_payloads,
 )
 from kvstore_server.protocol.rows import PACKED_ROWS
 from kvstore_server.shard.shard import Leases
@@ -394,7 +394,9 @@ class Server:
         """Let the service answer a message of the socket or of shared memory; send or queue the replies."""
         nbytes = message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
         try:
-            request = m.Request(*(message.decode() if isinstance(message, LongMessage) else decode(message)))
+            request = m.Request(
+                *(message.decode() if isinstance(message, LongMessage) else decode_frames(message))
+            )
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
             self._refused += nbytes
@@ -480,11 +482,11 @@ class Server:
                     and not channel.show(body.locations[:, 2])
                 ):
                     return _Sent.LATER
-                head, payloads = encode_parts(reply)
+                head, payloads = encode_frames_and_payloads(reply)
                 if not channel.send(head, payloads, isinstance(body, m.Weights) and body.zero_copy):
                     return _Sent.LATER
             else:
-                frames = encode(reply) if waiting is None else waiting.frames()
+                frames = encode_frames(reply) if waiting is None else waiting.frames()
                 self._hand_over(peer, frames, _reply_payloads(reply))
         except zmq.Again:
             return _Sent.LATER
@@ -597,7 +599,7 @@ class ReplyBacklog:
 
     def frames(self) -> Sequence[Any]:
         if self._frames is None:
-            self._frames = encode(self.replies[0])
+            self._frames = encode_frames(self.replies[0])
         return self._frames
 
     def popleft(self) -> m.Reply:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
-from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.optimizer.base import Hyper
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
@@ -53,7 +53,7 @@ class AgreedOptimizer:
             values = unpack_control(spec)
             if not isinstance(values, dict) or "name" not in values:
                 raise ConfigurationError(f"an optimizer is sent as a map with a name, got {values!r:.80}")
-            built = create_from_spec(_restore_option_tuples(values))
+            built = create_optimizer_from_spec(_restore_option_tuples(values))
             built.try_out(built.hyper)
             accept(built)
             self._spec, self.named = spec, built
@@ -80,7 +80,7 @@ class AgreedOptimizer:
         if self._spec != reference:
             self._spec, self.named = (
                 reference,
-                create_from_spec(_restore_option_tuples(unpack_control(reference))),
+                create_optimizer_from_spec(_restore_option_tuples(unpack_control(reference))),
             )
         names = {s: None if self._is_sync else unpack_control(s)["name"] for s in self._sent.values()}
         sent = {r: s for r, s in self._sent.items() if self._is_sync or names[s] != names[reference]}

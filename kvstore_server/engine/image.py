@@ -31,8 +31,8 @@ from kvstore_server.engine.namespace import Lineage, Namespace
 from kvstore_server.engine.rounds import Ints, RoundTracker
 from kvstore_server.engine.table import RoundEnd, Table
 from kvstore_server.errors import KVStoreError, RecoveryError, from_wire, to_wire
-from kvstore_server.optimizer.state import Entries, FlatEntry
-from kvstore_server.optimizer.trees import decode, encode
+from kvstore_server.optimizer.state import Entries, FlatStateEntry
+from kvstore_server.optimizer.trees import decode_tree_entry, encode_tree_entry
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
@@ -561,14 +561,14 @@ def _collect_image_entries(
 def _image_entry_values(entries: Entries) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in entries.items():
-        if value is FlatEntry.MEMORY:
+        if value is FlatStateEntry.MEMORY:
             found[name] = None
         elif isinstance(value, Tensor):
             found[name] = ["", *_image_tensor_values(value)]
         elif type(value) is float:
             found[name] = ["float", value]
         else:
-            found[name] = ["json", json.dumps(encode(value))]
+            found[name] = ["json", json.dumps(encode_tree_entry(value))]
     return found
 
 
@@ -576,11 +576,13 @@ def _entries_of_image(values: Mapping[str, Any]) -> Entries:
     found: dict[str, Any] = {}
     for name, value in values.items():
         if value is None:
-            found[name] = FlatEntry.MEMORY
+            found[name] = FlatStateEntry.MEMORY
         elif value[0] == "float":
             found[name] = float(value[1])
         else:
-            found[name] = decode(json.loads(value[1])) if value[0] == "json" else _tensor_of_image(value[1:])
+            found[name] = (
+                decode_tree_entry(json.loads(value[1])) if value[0] == "json" else _tensor_of_image(value[1:])
+            )
     return found
 
 

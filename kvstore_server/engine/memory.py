@@ -15,7 +15,7 @@ from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.engine.agreed_options import effective_hypers
 from kvstore_server.engine.rounds import Mode
 from kvstore_server.errors import KVStoreError
-from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.plan import ITEM_SIZE, SIZES, Plan, TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.shard.reduction import RankContribution
@@ -159,7 +159,7 @@ def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
 def _state_memory_ratio(spec: bytes, dtype: str) -> float:
     """Return the bytes of state per byte of weights, measured by one update of a small key; 0 if that fails."""
     described = unpack_control(spec)
-    optimizer = create_from_spec(described)
+    optimizer = create_optimizer_from_spec(described)
     # User-defined optimizers are not tried, because that could change them.
     if optimizer.may_raise:
         return 0.0

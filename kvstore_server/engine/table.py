@@ -39,7 +39,7 @@ from kvstore_server.errors import (
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.rows import RowSet, are_rows, encode_rows
+from kvstore_server.protocol.rows import RowSet, are_row_ids, encode_rows
 from kvstore_server.shard.deltas import Deltas
 from kvstore_server.shard.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.shard.reduction import RankContribution
@@ -554,7 +554,7 @@ class Table:
                 "too many for one message"
             )
         ids = np.frombuffer(pull.ids, "<i8")
-        if not are_rows(ids, num_rows):
+        if not are_row_ids(ids, num_rows):
             raise ProtocolError(
                 f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {num_rows} here"
             )

@@ -34,8 +34,8 @@ from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.durable.journal import Journal
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.failpoints import failpoint
-from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
-from kvstore_server.optimizer.apply import moves_only_rows, takes_rows
+from kvstore_server.optimizer import Optimizer, State, States, apply_update, apply_update_to_rows
+from kvstore_server.optimizer.apply import applies_to_rows, applies_to_rows_alone
 from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, scatter_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice
@@ -549,12 +549,12 @@ class Shard:
 
                 of_run = weight[part.start - begin : part.stop - begin].view(shape)
                 hyper = {**block.hypers[i], "key": layout.spec.key}
-                update_rows(optimizer, of_run, *own, state, hyper, room)
+                apply_update_to_rows(optimizer, of_run, *own, state, hyper, room)
                 keep(i, j, part, state)
         # 4. Record the changed rows of each key. Some optimizers change rows without gradient, too.
         starts = [(one.part.start - begin) // layout.width for one in layouts]
         for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True) if self.tracks_changes else ():
-            is_all = not moves_only_rows(optimizer, block.hypers[one.first])
+            is_all = not applies_to_rows_alone(optimizer, block.hypers[one.first])
             self._record_rows(one.key, None if is_all else ids)
 
     @staticmethod
@@ -564,7 +564,8 @@ class Shard:
             return False  # its float32 copy follows weights that were replaced
         # The first update creates the state of all rows.
         return all(
-            block.states.steps[i:j].all() and moves_only_rows(optimizer, block.hypers[i]) for i, j in runs
+            block.states.steps[i:j].all() and applies_to_rows_alone(optimizer, block.hypers[i])
+            for i, j in runs
         )
 
     def _key_state(self, layout: KeyLayout, optimizer: Optimizer, shape: Sequence[int]) -> State:
@@ -873,7 +874,9 @@ class Shard:
             key
             for key in self._sums.given_as_rows(contributions)
             if not optimizer.elementwise
-            or takes_rows(optimizer, self.storage.layouts[key].block.hypers[self.storage.layouts[key].first])
+            or applies_to_rows(
+                optimizer, self.storage.layouts[key].block.hypers[self.storage.layouts[key].first]
+            )
         ]
 
     def _record_dense(self, chunk: ReduceChunk) -> None:

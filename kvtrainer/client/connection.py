@@ -41,10 +41,10 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
     MAX_PAYLOAD,
-    decode,
+    decode_frames,
     divided,
-    encode,
-    encode_parts,
+    encode_frames,
+    encode_frames_and_payloads,
 )
 from kvstore_server.protocol.messages import MAX_SOCKETS
 from kvstore_server.transport.channel import Channel, connect_channel, watch_over_channel
@@ -184,7 +184,7 @@ class Connection(Transport):
             if channel is None:
                 is_sent = self._send_far(server, request, -urgency)
             else:
-                frames, payloads = encode_parts(request)
+                frames, payloads = encode_frames_and_payloads(request)
                 try:
                     is_sent = channel.send(frames, payloads, zero_copy=True)
                 except OSError:  # what the server has said before it ended the channel has yet to be read
@@ -202,7 +202,7 @@ class Connection(Transport):
         window = self._windows[server]
         if window.must_hold(request.body, priority, time.monotonic()) and not self._is_closed:
             return False
-        frames = encode(request)
+        frames = encode_frames(request)
         is_copied, send = len(frames[-1]) < _COPIED, self._sockets[server].send
         try:
             for frame in frames[:-1]:
@@ -301,7 +301,7 @@ class Connection(Transport):
         if frames is None:
             return None
         self._answered.add(server)
-        _, _, number, body = decode(frames)
+        _, _, number, body = decode_frames(frames)
         if not number:
             self._leaving.add(server)
         if not isinstance(ready, int):
@@ -526,7 +526,7 @@ def _read_all(socket: Any) -> None:
 
 
 def _room_for(request: m.Request) -> int:
-    frames, payloads = encode_parts(request)
+    frames, payloads = encode_frames_and_payloads(request)
     return sum(map(len, frames)) + sum([payload.nbytes for payload in payloads or ()])
 
 
@@ -571,7 +571,7 @@ class _Heartbeats:
                 socket.recv_multipart()
                 self.heard[server] = time.monotonic()
             with suppress(zmq.Again):  # the server is unreachable: do not let heartbeats pile up
-                socket.send_multipart(encode(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
+                socket.send_multipart(encode_frames(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
 
 
 def _connect_dealer(

@@ -24,7 +24,7 @@ from kvstore_server.engine.rounds import Ints
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
-from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, num_slices, pack_rows, same_bits
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, num_slices_of_rows, pack_rows, same_bits
 from kvstore_server.shard.norms import Guard
 from kvtrainer.client.shared_weights import IN_PLACE, WeightSink
 from kvtrainer.client.tables import RemoteTable, Tables
@@ -299,7 +299,7 @@ class ServerLayout:
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:
         """Return the end of the slice range that a reply with rows covers: the whole key if it has no rows."""
-        return min(at + num_slices(raw), self._run_ends[at]) if len(raw) else self._key_ends[at]
+        return min(at + num_slices_of_rows(raw), self._run_ends[at]) if len(raw) else self._key_ends[at]
 
     def runs_of(self, given: Sequence[int]) -> list[_Where]:
         runs: list[_Where] = []

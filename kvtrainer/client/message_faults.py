@@ -20,7 +20,7 @@ from typing import TypeVar
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_PAYLOAD, decode, divided, encode
+from kvstore_server.protocol.frames import MAX_PAYLOAD, decode_frames, divided, encode_frames
 from kvstore_server.transport.channel import Channel
 from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
@@ -109,7 +109,7 @@ class FaultyTransport(Transport):
                 self._inner.send(server, request, priority)
                 continue
             for body in divided(request.body, MAX_PAYLOAD):
-                copy = m.Request(*decode(_frames_of(request._replace(body=body))))
+                copy = m.Request(*decode_frames(_frames_of(request._replace(body=body))))
                 self._hold(self._outgoing, delay, (server, copy, priority))
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
@@ -133,7 +133,7 @@ class FaultyTransport(Transport):
             is_here = False
             for delay in self._received.delays():
                 if delay:
-                    _, _, number, body = decode(_frames_of(reply))
+                    _, _, number, body = decode_frames(_frames_of(reply))
                     self._hold(self._incoming, delay, (server, m.Reply(number, body)))
                 else:
                     is_here = True
@@ -199,4 +199,4 @@ class FaultyTransport(Transport):
 
 
 def _frames_of(message: m.Request | m.Reply) -> list[bytearray]:
-    return [bytearray(frame) for frame in encode(message)]
+    return [bytearray(frame) for frame in encode_frames(message)]

@@ -16,7 +16,7 @@ import torch.optim
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
 from kvstore_server.optimizer import Optimizer, register
-from kvstore_server.optimizer.registry import known
+from kvstore_server.optimizer.registry import registered_optimizers
 from kvtrainer.errors import ArgumentTypeError, RegistryError, UnregisteredNameError
 
 _log = logging.getLogger(__name__)
@@ -209,11 +209,15 @@ def _other_optimizers() -> dict[str, Any]:
     base = torch.optim.Optimizer
     found: dict[str, Any] = {n: cls for n, cls in kinds.items() if issubclass(cls, base) and cls is not base}
     of_torch = {name.casefold() for name in found}
-    others = {name: cls for name, cls in known().items() if name.removeprefix("torch:") not in of_torch}
+    others = {
+        name: cls
+        for name, cls in registered_optimizers().items()
+        if name.removeprefix("torch:") not in of_torch
+    }
     found |= {cls.__name__ if name.startswith("torch:") else name: cls for name, cls in others.items()}
     found |= {name: cls for name, cls in _MMENGINES.items() if name not in found}
-    found |= {f"gluon:{name}": cls for name, cls in known().items() if ":" not in name}
-    return found | {name: cls for name, cls in known().items() if name.startswith("torch:")}
+    found |= {f"gluon:{name}": cls for name, cls in registered_optimizers().items() if ":" not in name}
+    return found | {name: cls for name, cls in registered_optimizers().items() if name.startswith("torch:")}
 
 
 def _register_with_stores(cls: Any) -> None:
@@ -221,7 +225,7 @@ def _register_with_stores(cls: Any) -> None:
 
     An unknown torch class gets whole keys, which is right for every class that treats parameters independently.
     """
-    if not isinstance(cls, type) or cls in known().values():
+    if not isinstance(cls, type) or cls in registered_optimizers().values():
         return
     if issubclass(cls, Optimizer):
         register(cls)

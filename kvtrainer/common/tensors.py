@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.rows import sort_ids
+from kvstore_server.optimizer.rows import sort_row_ids
 from kvtrainer.errors import RowIdError
 
 # The most ids that a message lists.
@@ -28,7 +28,7 @@ def is_sparse(value: Tensor) -> bool:
 
 def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
     """Return row ids as distinct, ascending int64 on the CPU. Arguments and errors are those of `flat_ids`."""
-    return sort_ids(flat_ids(key, row_ids, num_rows)[0].numpy(), num_rows).ids
+    return sort_row_ids(flat_ids(key, row_ids, num_rows)[0].numpy(), num_rows).ids
 
 
 def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
-from kvstore_server.optimizer.rows import SortedIds, sort_ids
+from kvstore_server.optimizer.rows import SortedRowIds, sort_row_ids
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.common.tensors import flat_ids, read_ids
 from kvtrainer.common.uncompiled import uncompiled
@@ -153,11 +153,11 @@ class RowSparseParameter(Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             (num_rows, *of_row), device = self.shape, self.device
         ids, shape = flat_ids(self._name(), row_ids, num_rows)
-        which: SortedIds | Tensor = ids
+        which: SortedRowIds | Tensor = ids
         rows = owner.row_sparse_read(self, ids)
         # The store is in another process or the rows are in several places: request each row once.
         if rows is None:
-            which = sort_ids(ids.numpy(), num_rows)
+            which = sort_row_ids(ids.numpy(), num_rows)
             rows = owner.row_sparse_pull(self, which.ids)
         rows = rows.to(device)
         if torch.is_grad_enabled():
@@ -411,7 +411,7 @@ def _source_of(flat: Tensor) -> Source:
     return lambda start, numel: flat[start : start + numel]
 
 
-def _select_rows(rows: Tensor, ids: SortedIds | Tensor) -> Tensor:
+def _select_rows(rows: Tensor, ids: SortedRowIds | Tensor) -> Tensor:
     """Repeat fetched rows for all positions of their ids. With plain ids, there is one row for each already."""
     return rows if isinstance(ids, Tensor) else rows.index_select(0, ids.places().to(rows.device))
 
@@ -421,7 +421,7 @@ class _Gather(torch.autograd.Function):
     """Gathers rows for repeated ids; the backward pass sums the gradients of each id."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: SortedIds | Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: SortedRowIds | Tensor) -> Tensor:
         ctx.shape = tuple(parameter.shape)
         # A clone, because the loop may overwrite its ids before the backward pass.
         ctx.ids = ids.clone() if isinstance(ids, Tensor) else ids
@@ -433,7 +433,7 @@ class _Gather(torch.autograd.Function):
         """Return a sparse gradient with distinct ids. Half precision is summed in float32 and rounded once."""
         flat, ordered = grad.reshape(len(grad), *ctx.shape[1:]), ctx.ids
         if isinstance(ordered, Tensor):
-            ordered = sort_ids(ordered.numpy(), ctx.shape[0])
+            ordered = sort_row_ids(ordered.numpy(), ctx.shape[0])
         values = ordered.sums(flat.float() if flat.dtype.itemsize < 4 else flat)
         sparse = torch.sparse_coo_tensor(
             ordered.ids.to(flat.device)[None],

@@ -31,9 +31,16 @@ from kvstore_server import check
 from kvstore_server.durable.tensor_file import write_tensors
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.base import MAX_COUNT
-from kvstore_server.optimizer.state import joined, spread
+from kvstore_server.optimizer.state import joined, spread_state
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
-from kvstore_server.optimizer.trees import clone_tree, decode, encode, flatten, is_composed, unflatten
+from kvstore_server.optimizer.trees import (
+    clone_tree,
+    decode_tree_entry,
+    encode_tree_entry,
+    flatten_trees,
+    is_composed_tensor,
+    unflatten_trees,
+)
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
@@ -85,7 +92,7 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
             if parts and parts[0][0].steps[parts[0][1]]:
                 state: State = joined(parts, plan.specs[key].shape)
                 found[key] = {
-                    **unflatten(_by_row(plan, key, state)),
+                    **unflatten_trees(_by_row(plan, key, state)),
                     "step": torch.tensor(float(state["step"]), device="cpu"),
                 }
     return found
@@ -164,10 +171,10 @@ def import_states(
     of_scalars = {"master"}
     if optimizer.elementwise and any(not plan.specs[key].shape for key in states):
         # With a trial key of two elements, an entry per element has two.
-        trial = flatten(trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {})
+        trial = flatten_trees(trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {})
         of_scalars |= {n for n, value in trial.items() if isinstance(value, Tensor) and value.shape == (2,)}
     # 3. Distribute the entries of each key over its slices.
-    states = {key: flatten(state) for key, state in states.items()}
+    states = {key: flatten_trees(state) for key, state in states.items()}
     nbytes = sum(
         [one.nbytes for state in states.values() for one in state.values() if isinstance(one, Tensor)]
     )
@@ -184,7 +191,7 @@ def import_states(
             per_element = of_scalars
             if optimizer.elementwise and plan.specs[key].shape:
                 per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
-            spread(_segments_of(plan, kept, key), entries, per_element)
+            spread_state(_segments_of(plan, kept, key), entries, per_element)
     # 4. Store the slices.
     for index, state_of_slice in track_progress(list(kept.items()), "giving optimizer states"):
         holder.put_state(plan.slices[index], state_of_slice)
@@ -288,11 +295,11 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
     except Exception:
         # A user's optimizer may refuse zeros. Then its entries are not checked.
         return None
-    state = flatten(state)
+    state = flatten_trees(state)
     for name, value in state.items() if optimizer.elementwise else ():
         if isinstance(value, Tensor) and value.shape == (2,):
             state[name] = value[0].expand(spec.shape)  # takes no memory
-    state = unflatten(state)
+    state = unflatten_trees(state)
     return {name: value for name, value in state.items() if value is not None}
 
 
@@ -300,12 +307,12 @@ def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: Tensor
     """Return entries with a step count of 0 to load into; negative zeros mark them if torch's class keeps no count."""
     is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
     state: State = {"step": torch.tensor(0.0, device="cpu")}
-    for name, value in flatten(trial_state(optimizer, options, spec) or {}).items():
+    for name, value in flatten_trees(trial_state(optimizer, options, spec) or {}).items():
         state[name] = value
         if isinstance(value, Tensor):
             state[name] = value.detach().clone(memory_format=torch.contiguous_format)
             state[name] = state[name] if is_counted else state[name].fill_(-0.0)
-    return unflatten(state)
+    return unflatten_trees(state)
 
 
 def _state_problems(
@@ -351,7 +358,7 @@ def _entry_problems(
         for name in sorted(state.keys() - expected.keys() - _OPTIONAL - {OWN_COUNT}):
             yield f"state {name!r} of PARAMETERS is not one that {optimizer.registered_name} keeps"
     known = {**(expected or {}), "master": spec.shape, "step": ()}
-    for name, value in flatten(state).items():
+    for name, value in flatten_trees(state).items():
         is_tensor = isinstance(value, Tensor)
         if name == "step" and not _is_count(value):
             yield f"state 'step' of PARAMETERS is no count of updates, but {value!r:.80}"
@@ -414,9 +421,9 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
     rows = []
     for name, parameter in saved.parameters.items():
         row = {"name": name, **vars(parameter)}
-        entries = flatten(row.pop("state"))
+        entries = flatten_trees(row.pop("state"))
         found = {entry: value for entry, value in entries.items() if isinstance(value, Tensor)}
-        for entry in [entry for entry, value in found.items() if is_composed(value)]:
+        for entry in [entry for entry, value in found.items() if is_composed_tensor(value)]:
             kind = type(found[entry]).__name__
             raise StateFileError(
                 f"the state {entry!r} of {name!r} cannot be saved, because it is of class {kind}, which is made of "
@@ -444,7 +451,7 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def encode_entry(owner: str, entry: str, value: Any) -> Any:
     try:
-        return encode(value)
+        return encode_tree_entry(value)
     except TypeError as error:
         raise StateFileError(
             f"the state {entry!r} of {owner!r} cannot be saved, because {error}; keep tensors, plain values, and "
@@ -492,7 +499,10 @@ def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedS
 
 def _decode_saved_states(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
     parameters = {
-        row["name"]: {**row, "state": {name: decode(value) for name, value in row["numbers"].items()}}
+        row["name"]: {
+            **row,
+            "state": {name: decode_tree_entry(value) for name, value in row["numbers"].items()},
+        }
         for row in content["parameters"]
     }
     sections: dict[str, dict[str, Tensor]] = {}
@@ -501,7 +511,7 @@ def _decode_saved_states(tensors: Mapping[str, Tensor], content: Any) -> SavedSt
         members = parameters[owner]["state"] if kind == _STATE else sections.setdefault(owner, {})
         members[name] = tensor
     for parameter in parameters.values():
-        parameter["state"] = unflatten(parameter["state"])
+        parameter["state"] = unflatten_trees(parameter["state"])
     return build_saved_states({**content, "parameters": parameters, "tensors": sections})
 
 

@@ -29,9 +29,9 @@ import torch.optim
 from torch import Tensor
 from torch.nn import Module
 
-from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.optimizer.base import canonical_options
-from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
+from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain_torch_option
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, SchedulerInUseError, UnknownNameError
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.parallel import DataParallel
@@ -138,7 +138,11 @@ class ParameterGroups:
         for group in self.live:
             names = self._option_names
             if names is None:
-                names = [n for n in group if n not in _LISTS | NOTES and is_plain(plain_number(group[n]))]
+                names = [
+                    n
+                    for n in group
+                    if n not in _LISTS | NOTES and is_plain_torch_option(plain_number(group[n]))
+                ]
             try:
                 found = {
                     n: group[n] if type(group[n]) in _AS_IT_IS else _plain_option(n, group[n]) for n in names
@@ -494,7 +498,11 @@ def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
     if is_foreign(optimizer):
         return found
     known = {*group_option_names(optimizer), *NOTES}
-    return {name: value for name, value in found.items() if name in known or is_plain(plain_number(value))}
+    return {
+        name: value
+        for name, value in found.items()
+        if name in known or is_plain_torch_option(plain_number(value))
+    }
 
 
 def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
@@ -504,7 +512,7 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
         return options
     spec = {"name": optimizer.registered_name, "hyper": {**optimizer.plain_hyper(), **options}}
     try:
-        built = create_from_spec(spec)
+        built = create_optimizer_from_spec(spec)
     except UnknownNameError:  # an instance of a class that was never registered
         return options
     optimizer.try_out(built.hyper)

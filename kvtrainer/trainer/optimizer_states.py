@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.apply import is_half, refresh_master
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
-from kvstore_server.optimizer.trees import clone_tree, flatten, is_composed, map_tree
+from kvstore_server.optimizer.trees import clone_tree, flatten_trees, is_composed_tensor, map_tree
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, apply_decision
@@ -580,7 +580,7 @@ class JointUpdate:
     def shared(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return plain values and tensors in its state_dict beside groups and parameters' state, flattened."""
         rest = {n: v for n, v in self.instance.state_dict().items() if n not in ("state", "param_groups")}
-        found = flatten(rest)
+        found = flatten_trees(rest)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return {name: value for name, value in found.items() if name not in tensors}, tensors
 
@@ -737,7 +737,7 @@ def _as_placeholder(state: State) -> State:
         return {**state, "step": torch.zeros_like(step) if isinstance(step, Tensor) else 0}
 
     def placeholder(one: Any) -> Any:
-        is_filled = isinstance(one, Tensor) and one.is_floating_point() and not is_composed(one)
+        is_filled = isinstance(one, Tensor) and one.is_floating_point() and not is_composed_tensor(one)
         return torch.full_like(one, -0.0) if is_filled else one
 
     made: State = map_tree(placeholder, state)
@@ -750,7 +750,11 @@ def _is_placeholder(state: Any) -> bool:
         return False
     if "step" in state:
         return _step_count(state["step"]) == 0
-    tensors = [one for one in flatten(state).values() if isinstance(one, Tensor) and not is_composed(one)]
+    tensors = [
+        one
+        for one in flatten_trees(state).values()
+        if isinstance(one, Tensor) and not is_composed_tensor(one)
+    ]
     return bool(tensors) and all(bool((one.signbit() & (one == 0)).all()) for one in tensors)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvstore_server.check import is_number
 from kvstore_server.optimizer import Optimizer, lr_scheduler
-from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain
-from kvstore_server.optimizer.trees import decode, unflatten
+from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain_torch_option
+from kvstore_server.optimizer.trees import decode_tree_entry, unflatten_trees
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.options.loss_scaler import scaler_from_state
 from kvtrainer.states.format import SavedParameter, SavedStates, encode_entry, saved_problems
@@ -104,12 +104,12 @@ def as_state_dict(saved: SavedStates, names: Sequence[str]) -> dict[str, Any]:
     for at, name in enumerate(names):
         groups[saved.parameters[name].group]["params"].append(at)
     states = {at: saved.parameters[name].state for at, name in enumerate(names)}
-    saved_rest = {name: decode(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
+    saved_rest = {name: decode_tree_entry(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
     # "step" is the store's count. A torch class's own count is saved as OWN_COUNT; None if it keeps none.
     return {
         "state": {at: {OWN_COUNT: None, **state} for at, state in states.items() if state},
         "param_groups": groups,
-        **unflatten({**saved_rest, **saved.tensors.get(_OPTIMIZER, {})}),
+        **unflatten_trees({**saved_rest, **saved.tensors.get(_OPTIMIZER, {})}),
     }
 
 
@@ -127,7 +127,7 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
         )
         optimizer.lr_scheduler = None
     elif theirs not in (None, _CODE, _describe_optimizer(optimizer).get("lr_scheduler")):
-        optimizer.lr_scheduler = lr_scheduler.create_from_spec(theirs)
+        optimizer.lr_scheduler = lr_scheduler.create_scheduler_from_spec(theirs)
     # 2. The loss scaler, schedules and counts; residuals.
     adopt_parts(saved.extra, pipeline)
     pipeline.binding.take_residuals(saved_residuals(saved, pipeline.memory.names))
@@ -165,7 +165,9 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Return `Optimizer.spec`, also if the scheduler is code."""
     described = optimizer.without_scheduler().spec()
     # Options that are not plain are left out: the groups, which are saved separately, have them.
-    described["hyper"] = {name: value for name, value in described["hyper"].items() if is_plain(value)}
+    described["hyper"] = {
+        name: value for name, value in described["hyper"].items() if is_plain_torch_option(value)
+    }
     if optimizer.lr_scheduler is not None:
         try:
             described["lr_scheduler"] = optimizer.lr_scheduler.spec()
@@ -193,7 +195,7 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
         yield "the lr_scheduler was a function, which is not saved, so give the Trainer the same lr_scheduler"
     elif scheduler not in (None, _CODE):
         try:
-            lr_scheduler.create_from_spec(scheduler)
+            lr_scheduler.create_scheduler_from_spec(scheduler)
         except ConfigurationError as error:
             yield f"the lr_scheduler cannot be made here: {error}"
 
@@ -231,8 +233,8 @@ def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
             except StateMismatchError as error:
                 yield str(error)
     try:
-        own = {name: decode(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
-        unflatten({**own, **saved.tensors.get(_OPTIMIZER, {})})
+        own = {name: decode_tree_entry(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
+        unflatten_trees({**own, **saved.tensors.get(_OPTIMIZER, {})})
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         yield f"the optimizer's own saved values cannot be read ({type(error).__name__}: {error})"
     # 3. The count of backward passes.

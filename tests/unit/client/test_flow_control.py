@@ -18,7 +18,7 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode
+from kvstore_server.protocol.frames import decode_frames, encode_frames
 from kvtrainer.client.connection import Connection
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.flow_control import MAX_PART_BYTES, STALL, Window, part_bytes
@@ -390,10 +390,10 @@ def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
             while len(came) < len(bodies):
                 if server.poll(0 if came else 60_000):
                     peer, *frames = server.recv_multipart(copy=False)
-                    came.append(decode(frames)[2])
+                    came.append(decode_frames(frames)[2])
                     if is_answered and len(came) > 1:
                         reply = m.Reply(1, weights(LENGTH * (len(came) - 1)))
-                        server.send_multipart([peer.bytes, *encode(reply)])
+                        server.send_multipart([peer.bytes, *encode_frames(reply)])
                 else:
                     connection.receive(0.01)
         finally:
@@ -414,7 +414,7 @@ def test_what_came_while_a_worker_computed_is_looked_at_before_parts_stop_to_wai
                 connection.send(0, m.Request(1, 1, 1, body))
             monkeypatch.setattr("kvtrainer.client.flow_control.STALL", 3600.0)
             peer, *_ = server.recv_multipart()
-            server.send_multipart([peer, *encode(m.Reply(1, weights()))])
+            server.send_multipart([peer, *encode_frames(m.Reply(1, weights()))])
             assert connection._sockets[0].poll(60_000)
             connection.send(0, m.Request(1, 1, 1, part(9)))
             assert connection.receive(0.0) is not None

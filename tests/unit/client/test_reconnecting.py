@@ -13,7 +13,7 @@ import zmq
 
 from kvstore_server.budget import Budget
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode
+from kvstore_server.protocol.frames import decode_frames, encode_frames
 from kvstore_server.transport.arena import Leases
 from kvstore_server.transport.channel import ChannelListener
 from kvtrainer.client.connection import Connection
@@ -39,9 +39,9 @@ class _Server:
         for _ in range(count):
             assert self._socket.poll(1000 * int(LIMIT))
             peer, *frames = self._socket.recv_multipart()
-            number = decode(frames)[2]
+            number = decode_frames(frames)[2]
             self.read.append((peer, number))
-            self._socket.send_multipart([peer, *encode(m.Reply(number, m.Pending((), why)))])
+            self._socket.send_multipart([peer, *encode_frames(m.Reply(number, m.Pending((), why)))])
 
     def die(self) -> None:
         self._socket.close(linger=0)

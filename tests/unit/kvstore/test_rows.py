@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode
+from kvstore_server.protocol.frames import decode_frames, encode_frames
 from kvstore_server.server import pack_replies
 from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.client.client import Client, Loopback
@@ -311,9 +311,9 @@ class Counting(Loopback):
         self.nbytes = 0
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
-        frames = [bytes(frame) for frame in encode(request)]
+        frames = [bytes(frame) for frame in encode_frames(request)]
         self.nbytes += sum(map(len, frames))
-        super().send(server, m.Request(*decode([bytearray(frame) for frame in frames])), priority)
+        super().send(server, m.Request(*decode_frames([bytearray(frame) for frame in frames])), priority)
         told = [m.Outgoing(b"", reply) for _, reply in self._replies]
         self._replies.clear()
         self._replies.extend((server, out.reply) for out in pack_replies(told))  # as the server's loop does
@@ -322,9 +322,9 @@ class Counting(Loopback):
         got = super().receive(timeout)
         if got is None:
             return None
-        frames = [bytes(frame) for frame in encode(got[1])]
+        frames = [bytes(frame) for frame in encode_frames(got[1])]
         self.nbytes += sum(map(len, frames))
-        return got[0], m.Reply(*decode([bytearray(frame) for frame in frames])[2:])
+        return got[0], m.Reply(*decode_frames([bytearray(frame) for frame in frames])[2:])
 
 
 class CountingStore(LocalKVStore):

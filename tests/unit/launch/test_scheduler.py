@@ -20,7 +20,7 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import encode
+from kvstore_server.protocol.frames import encode_frames
 from kvtrainer.jobs.scheduler import REPLACED_AFTER, Scheduler, ranks_of
 
 TIMEOUT, DEAD_AFTER = 30.0, 20.0
@@ -276,7 +276,7 @@ def test_a_long_list_of_the_missing_still_travels() -> None:
         job.join(f"s{i}", host="h" * 255)
     answer = job.join("w1")
     waits_for(answer)
-    assert encode(m.Reply(1, answer))
+    assert encode_frames(m.Reply(1, answer))
 
 
 # The end.

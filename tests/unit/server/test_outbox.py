@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, encode, pack_control
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, encode_frames, pack_control
 from kvstore_server.protocol.rows import PACKED_ROWS
 from kvstore_server.server import ReplyBacklog, Server, ServerOptions, _Sent, pack_replies
 from tests.support.messages import contribution
@@ -27,7 +27,7 @@ def test_an_answer_about_very_many_small_keys_is_cut_into_messages_that_workers_
     messages = [out.reply for out in pack_replies([m.Outgoing(b"peer", reply)])]
     assert len(messages) == 3
     for message in messages:
-        encode(message)
+        encode_frames(message)
     told = [
         entry
         for message in messages
@@ -101,7 +101,7 @@ def test_a_worker_that_shares_memory_can_change_numbers_that_it_gave_and_not_wha
     service = Recording()
     server = Server(service, ServerOptions())  # type: ignore[arg-type]
     body = contribution([(0, bytes(3000))], 1, encoding=form)
-    head, *rest = encode(m.Request(1, 1, 1, body))
+    head, *rest = encode_frames(m.Request(1, 1, 1, body))
     shared = bytearray(rest[-1])
     server._answer(b"peer", [head, *rest[:-1], shared])
     shared[:] = b"x" * len(shared)
