@@ -542,11 +542,13 @@ class ValueHook(Hook):
 
     def _get_regular(self, runner: Any) -> Values:
         get = getattr(self, f"get_{self._value}")
-        return _map_values(lambda base: get(runner, base), getattr(self, f"base_{self._value}"))
+        return _map_hook_values(lambda base: get(runner, base), getattr(self, f"base_{self._value}"))
 
     def _get_warmup(self, cur_iters: int) -> Values:
         where = str(self.warmup), cur_iters, self.warmup_iters or 1, self.warmup_ratio
-        return _map_values(lambda one: self._warm_up(one, *where), getattr(self, f"regular_{self._value}"))
+        return _map_hook_values(
+            lambda one: self._warm_up(one, *where), getattr(self, f"regular_{self._value}")
+        )
 
     def _write(self, values: Values) -> None:
         for name, its in (values if isinstance(values, Mapping) else {"": values}).items():
@@ -701,7 +703,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook, policy="OneCycle"):
     """`momentum_config=dict(policy="OneCycle", base_momentum=0.85, …)`. max_momentum is 0.95 by default."""
 
 
-def _map_values(function: Callable[[Any], Any], values: Values) -> Values:
+def _map_hook_values(function: Callable[[Any], Any], values: Values) -> Values:
     if isinstance(values, Mapping):
         return {name: [function(one) for one in its] for name, its in values.items()}
     return [function(one) for one in values]

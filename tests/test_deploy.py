@@ -16,7 +16,7 @@ from kvstore_server.cli import build_server_parser
 from kvstore_server.descriptor_store import MAX_DESCRIPTORS
 from kvstore_server.restarts import CRASH_LOOP, REPLACED, RESTARTS
 from kvstore_server.supervisor import DURABILITY
-from kvtrainer.common.env import Topology, read_topology
+from kvtrainer.common.env import Topology, read_topology_from_env
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.jobs import kvlaunch
 from tests.support.launch_jobs import resuming
@@ -92,7 +92,7 @@ def test_the_batch_file_runs_servers_as_one_step_and_then_a_worker_in_each_task_
     said = sorted(done.stdout.splitlines())
     assert said == ["drained"] * 3 + [f"worker {rank} of 2: {servers}" for rank in range(2)]
     place = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "KVSTORE_SERVERS": servers}
-    assert read_topology(place) == Topology(1, 2, tuple(servers.split(",")))
+    assert read_topology_from_env(place) == Topology(1, 2, tuple(servers.split(",")))
 
 
 def test_servers_of_the_batch_file_get_flags_that_they_know_and_listen_publicly_only_on_several_hosts(
@@ -210,7 +210,7 @@ def test_the_numbers_of_the_manifests_are_of_one_job(manifests: dict[str, Any]) 
     pods = servers["spec"]["template"]["metadata"]["labels"]
     assert pods == service["spec"]["selector"] == servers["spec"]["selector"]["matchLabels"]
     [port] = [one["containerPort"] for one in server["ports"]]
-    place = read_topology({**env_of(worker), "KVSTORE_RANK": "0"})
+    place = read_topology_from_env({**env_of(worker), "KVSTORE_RANK": "0"})
     hosts = [f"tcp://{name}-{index}.{service['metadata']['name']}:{port}" for index in range(count)]
     assert place == Topology(0, job["spec"]["completions"], tuple(hosts))
     flags = build_server_parser(env_of(server)).parse_args(["--index", str(count - 1)])
@@ -222,7 +222,7 @@ def test_a_worker_of_a_manifest_with_zero_workers_says_so_in_one_line(manifests:
     """With zero completions Kubernetes starts none, and calls the Job complete."""
     environ = {**env_of(container_of(manifests["Job"])), "KVSTORE_NUM_WORKERS": "0", "KVSTORE_RANK": "0"}
     with pytest.raises(ConfigurationError) as caught:
-        read_topology(environ)
+        read_topology_from_env(environ)
     [line] = str(caught.value).splitlines()
     assert "KVSTORE_NUM_WORKERS) is 0" in line
 

@@ -117,7 +117,8 @@ class LRScheduler:
         if _registry.get(_scheduler_name(cls)) is not cls:
             raise self._wrong(
                 f"it cannot be sent to a server or saved, because {_scheduler_name(cls)!r} is not registered "
-                "for its class; decorate that with kvtrainer.lr_scheduler.register, and start the servers with --import MODULE"
+                "for its class; decorate that with kvtrainer.lr_scheduler.register, and start the servers "
+                "with --import MODULE"
             )
         return {
             "name": _scheduler_name(cls),

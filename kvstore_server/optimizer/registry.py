@@ -157,7 +157,8 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
     if known is not cls:
         raise ConfigurationError(
             f"a store would take {name!r} for {_qualified_optimizer_name(known)}, and not for "
-            f"{_qualified_optimizer_name(cls)}; give update_on_kvstore=False, which updates in the workers, or give the class a name of its own and register it"
+            f"{_qualified_optimizer_name(cls)}; give update_on_kvstore=False, which updates in the workers, "
+            "or give the class a name of its own and register it"
         )
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
         torch_family.check_torch_class_supported(optimizer.cls)

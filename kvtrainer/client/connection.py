@@ -49,7 +49,7 @@ from kvstore_server.protocol.frames import (
 from kvstore_server.protocol.messages import MAX_SOCKETS
 from kvstore_server.transport.channel import Channel, connect_channel, watch_over_channel
 from kvstore_server.transport.tcp import prepare_tcp_socket, tcp_routing_id
-from kvtrainer.client.flow_control import Window
+from kvtrainer.client.flow_control import FlowWindow
 from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Connection(Transport):
         """Of the servers on this host."""
         self._queues: list[list[tuple[int, tuple[int, ...], m.Request]]] = [[] for _ in addresses]
         """By server, a heap of (-priority, number, request) that wait to be sent."""
-        self._windows = [Window() for _ in addresses]
+        self._windows = [FlowWindow() for _ in addresses]
         """By server, for requests over ZeroMQ."""
         self._num_sent = 0
         # 3. What `receive` polls.
@@ -150,7 +150,7 @@ class Connection(Transport):
         """Socket that tells when the connection to a restartable server is closed → its server."""
         self._num_monitors = 0
         self._water_mark = water_mark
-        self._heartbeats: _Heartbeats | None = None
+        self._heartbeats: _ConnectionHeartbeats | None = None
         self._is_closed = False
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
@@ -252,7 +252,7 @@ class Connection(Transport):
                     has_ended = True
                     continue
                 if ready in self._monitors:
-                    _read_all(ready)
+                    _drain_connection_socket(ready)
                     self.disconnected.add(self._monitors[ready])
                     has_ended = True
                     continue
@@ -373,7 +373,7 @@ class Connection(Transport):
             self._watch(server, run, session)
         if len(self._channels) < self.num_servers:
             keep_free_memory()
-        self._heartbeats = _Heartbeats(self._heartbeat_sockets, sessions, report)
+        self._heartbeats = _ConnectionHeartbeats(self._heartbeat_sockets, sessions, report)
 
     def _monitor(self, server: int, events: int) -> None:
         with suppress(
@@ -406,7 +406,7 @@ class Connection(Transport):
             del self._ends[fd]
         # 2. What is known of it; how its process ended may still be asked.
         self._queues[server].clear()
-        self._windows[server] = Window()
+        self._windows[server] = FlowWindow()
         self._windows[server].polls_only = self._polls_only
         for known in (self._answered, self._leaving, self.ended, self.disconnected):
             known.discard(server)
@@ -519,7 +519,7 @@ class Connection(Transport):
             self._flush(server)
 
 
-def _read_all(socket: Any) -> None:
+def _drain_connection_socket(socket: Any) -> None:
     with suppress(zmq.Again):
         while True:
             socket.recv_multipart(_NOW)
@@ -530,7 +530,7 @@ def _room_for(request: m.Request) -> int:
     return sum(map(len, frames)) + sum([payload.nbytes for payload in payloads or ()])
 
 
-class _Heartbeats:
+class _ConnectionHeartbeats:
     """The heartbeat thread. It closes the sockets, one per server."""
 
     def __init__(self, sockets: Sequence[Any], sessions: SessionIds, report: MakeReport) -> None:

@@ -15,7 +15,7 @@ from kvstore_server.errors import ProtocolError, ServerLostState
 from kvstore_server.protocol import messages as m
 
 
-class StoredCut(NamedTuple):
+class OfferedSnapshot(NamedTuple):
     """A snapshot that a server has.
 
     Args:
@@ -28,10 +28,10 @@ class StoredCut(NamedTuple):
     ordinal: int = 1
 
 
-_BEGINNING = StoredCut(0, frozenset())
+_BEGINNING = OfferedSnapshot(0, frozenset())
 
 
-class ServerOffer(NamedTuple):
+class SnapshotOffer(NamedTuple):
     """What one server says of a job.
 
     Args:
@@ -47,7 +47,7 @@ class ServerOffer(NamedTuple):
 
     round: int
     holders: frozenset[int]
-    cuts: Sequence[StoredCut]
+    cuts: Sequence[OfferedSnapshot]
     generation: int
     restored: int
     period: SnapshotPeriod
@@ -56,36 +56,36 @@ class ServerOffer(NamedTuple):
     save: str = ""
 
 
-def read_offer(answer: m.ReplyBody) -> ServerOffer:
+def read_offer(answer: m.ReplyBody) -> SnapshotOffer:
     """Return what a server has answered. Raises ProtocolError if it cannot be that."""
     if not isinstance(answer, m.Status):
         raise ProtocolError(f"a server is asked for its snapshots, and answers {answer!r:.200}")
     values = answer.values
     try:
-        cuts = [StoredCut(int(at), frozenset(map(int, own)), int(n)) for at, own, n in values["cuts"]]
+        cuts = [OfferedSnapshot(int(at), frozenset(map(int, own)), int(n)) for at, own, n in values["cuts"]]
         numbers = [int(values[name]) for name in ("round", "generation", "restored", "due")]
         holders, (round_, generation, restored, due) = frozenset(map(int, values["holders"])), numbers
         tag, save = str(values["tag"]), str(values["save"])
         period = SnapshotPeriod(int(values["every"]), float(values["seconds"]))
-        return ServerOffer(round_, holders, cuts, generation, restored, period, due, tag, save)
+        return SnapshotOffer(round_, holders, cuts, generation, restored, period, due, tag, save)
     except (LookupError, TypeError, ValueError) as error:
         raise ProtocolError(f"a server says of its snapshots {values!r:.200}: {error!r}") from None
 
 
-class CutChoice(NamedTuple):
+class SnapshotChoice(NamedTuple):
     """The snapshot to which a job goes back (round 0: its beginning), and how often it will have gone back then.
 
     Args:
         tag, save: What it loads, if that is what was saved by hand.
     """
 
-    cut: StoredCut
+    cut: OfferedSnapshot
     generation: int
     tag: str = ""
     save: str = ""
 
 
-def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
+def choose_cut(offers: Sequence[SnapshotOffer]) -> SnapshotChoice | None:
     """Choose the snapshot to which a job goes back; None if no server has lost anything.
 
     A server that has gone back less often than others was killed before it could, and counts like one that has lost
@@ -114,17 +114,19 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
         and all(one.restored == restored == max(one.round, 0) for one in ahead)
     ):
         if ahead[0].tag:
-            return CutChoice(StoredCut(restored, frozenset(needed)), generation, ahead[0].tag, ahead[0].save)
+            return SnapshotChoice(
+                OfferedSnapshot(restored, frozenset(needed)), generation, ahead[0].tag, ahead[0].save
+            )
         begun = [cut for at in lost for cut in offers[at].cuts if cut.round == restored]
         if len(begun) == len(lost) or not restored:
-            return CutChoice(begun[0] if restored else _BEGINNING, generation)
+            return SnapshotChoice(begun[0] if restored else _BEGINNING, generation)
     # 3. The latest one that all have.
     at_server = [{cut.round for cut in one.cuts} for one in offers]
     common = [
         cut for cut in cuts if all(at < len(offers) and cut.round in at_server[at] for at in cut.holders)
     ]
     if common:
-        return CutChoice(max(common, key=lambda cut: cut.round), newest + 1)
+        return SnapshotChoice(max(common, key=lambda cut: cut.round), newest + 1)
     # 4. There is none. A job that has not reached its first snapshot begins again; the progress of a later one is not
     # thrown away without being asked.
     without = [at for at, one in enumerate(offers) if not one.period]
@@ -137,11 +139,13 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
         )
     origin = next((one for one in live if one.tag), None)
     if origin is None:
-        return CutChoice(_BEGINNING, newest + 1)
-    return CutChoice(StoredCut(origin.restored, frozenset(needed)), newest + 1, origin.tag, origin.save)
+        return SnapshotChoice(_BEGINNING, newest + 1)
+    return SnapshotChoice(
+        OfferedSnapshot(origin.restored, frozenset(needed)), newest + 1, origin.tag, origin.save
+    )
 
 
-def common_rounds(offers: Sequence[ServerOffer]) -> list[int]:
+def common_rounds(offers: Sequence[SnapshotOffer]) -> list[int]:
     """Return the rounds of the snapshots that all servers have on which the job has tables."""
     cuts = {cut.round: cut for one in offers for cut in one.cuts}
     at_server = [{cut.round for cut in one.cuts} for one in offers]

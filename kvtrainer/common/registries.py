@@ -92,8 +92,8 @@ class Registry:
                 present = self._entries.get(one, self._fallback().get(one))
                 if present not in (None, entry):
                     raise RegistryError(
-                        f"the {self.name} {one!r} is already {_qualified_name(present)}; register "
-                        f"{_qualified_name(entry)} under another name, or replace the entry with force=True"
+                        f"the {self.name} {one!r} is already {_qualified_registry_name(present)}; register "
+                        f"{_qualified_registry_name(entry)} under another name, or replace the entry with force=True"
                     )
             for one in own:
                 self._add(one, entry)
@@ -192,7 +192,7 @@ class Registry:
                 self._add(point.name, loaded)
 
 
-def _qualified_name(entry: Any) -> str:
+def _qualified_registry_name(entry: Any) -> str:
     return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
 
 
@@ -200,7 +200,7 @@ _MMENGINES: dict[str, Any] = {"TorchAdafactor": torch.optim.Adafactor}
 """mmengine's names of torch classes, where they differ: there, "Adafactor" is the one of transformers."""
 
 
-def _other_optimizers() -> dict[str, Any]:
+def _optimizers_outside_registry() -> dict[str, Any]:
     """Return torch's optimizers by class name, and those that stores know by their names.
 
     Gluon's are available as "gluon:NAME" too, because torch has classes of the same names.
@@ -234,7 +234,10 @@ def _register_with_stores(cls: Any) -> None:
 
 
 OPTIMIZERS = Registry(
-    "optimizer", "kvtrainer.optimizers", fallback=_other_optimizers, on_register=_register_with_stores
+    "optimizer",
+    "kvtrainer.optimizers",
+    fallback=_optimizers_outside_registry,
+    on_register=_register_with_stores,
 )
 """Every class of torch.optim by its name, and Gluon's by theirs; with the prefix "gluon:" where both have one."""
 OPTIMIZER_CONSTRUCTORS = Registry("optimizer constructor", "kvtrainer.optimizer_constructors")

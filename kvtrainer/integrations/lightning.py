@@ -15,7 +15,7 @@ import torch
 from torch import optim
 
 from kvtrainer.integrations import guard_import
-from kvtrainer.integrations.workers import Workers, scaler_like
+from kvtrainer.integrations.workers import Workers, scaler_for_workers
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer.trainer import Trainer
 
@@ -28,7 +28,7 @@ with guard_import("lightning"):
 __all__ = ["KVStoreStrategy"]
 
 
-class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
+class LightningEnvironment(ClusterEnvironment):  # type: ignore[misc]
     """Tells Lightning the rank of this worker. The workers were started by the job's own launcher."""
 
     def __init__(self, workers: Workers) -> None:
@@ -102,7 +102,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         self._options = options
         # Trainers of the current fit that were made here, not by the module.
         self._made: list[Trainer] = []
-        super().__init__(cluster_environment=WorkersEnvironment(self.workers))
+        super().__init__(cluster_environment=LightningEnvironment(self.workers))
         self.set_world_ranks()
 
     def set_world_ranks(self) -> None:
@@ -143,7 +143,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         """Make clipping and overflow checks apply to all workers."""
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
-            plugin.scaler = scaler_like(plugin.scaler)
+            plugin.scaler = scaler_for_workers(plugin.scaler)
         plugin.clip_gradients = self._clip_gradients
         super().setup_precision_plugin()
 

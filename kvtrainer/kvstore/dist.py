@@ -21,7 +21,7 @@ from kvstore_server.failpoints import arm_failpoints
 from kvstore_server.optimizer.base import capability
 from kvtrainer.client.client import Client
 from kvtrainer.client.connection import Connection
-from kvtrainer.client.message_faults import FAULTS, FaultyTransport, parse_faults
+from kvtrainer.client.message_faults import FAULTS, FaultyTransport, parse_message_faults
 from kvtrainer.client.session import SessionOptions, Transport
 from kvtrainer.client.snapshot_schedule import SnapshotSchedule
 from kvtrainer.common import env
@@ -102,8 +102,8 @@ class DistKVStore(TableKVStore):
         self.mode = mode_of(type, staleness, scale_lr_by_staleness, os.environ)
         """When pushes are applied."""
         self._water_mark = water_mark_of(type, os.environ)
-        self._transport = env.transport_of(os.environ)
-        self._faults = parse_faults(env.text_of(os.environ, FAULTS))
+        self._transport = env.transport_from_env(os.environ)
+        self._faults = parse_message_faults(env.text_of(os.environ, FAULTS))
         is_debugging = env.shows_debug_log(os.environ)
         # 2. Find the servers. With DMLC_ROLE this asks the scheduler, or serves and does not return.
         environ = os.environ if elastic is None else {**os.environ, env.ELASTIC: elastic}
@@ -144,7 +144,7 @@ class DistKVStore(TableKVStore):
             address=f"{socket.gethostname()}:{os.getpid()}",
             mode=self.mode,
             slow_after=env.read_timeout(os.environ, env.SLOW_AFTER, value=slow_after),
-            restarts=env.restarts_of(os.environ),
+            restarts=env.restarts_from_env(os.environ),
             # Evaluated last, so that a store that is refused does not use up a number.
             namespace=_next_namespace(os.environ) if namespace is None else namespace,
         )
@@ -364,7 +364,7 @@ def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
 
 def _next_namespace(environ: Mapping[str, str]) -> str:
     """Return a namespace with the attempt, because servers may still wait for workers of an earlier one."""
-    attempt = env.attempt_of_job(environ)
+    attempt = env.attempt_from_env(environ)
     name = f"store{next(_created)}"
     return f"{name}, attempt {attempt}" if attempt else name
 

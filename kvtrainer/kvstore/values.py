@@ -21,7 +21,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.client.tables import RemoteTable
-from kvtrainer.common.tensors import dtype_name, is_one_set, is_sparse, read_ids
+from kvtrainer.common.tensors import is_one_id_tensor, is_sparse_tensor, read_id_tensor, tensor_dtype_name
 from kvtrainer.kvstore.base import Key
 
 _INT_LIMIT = 1 << 63
@@ -169,7 +169,7 @@ def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec
     Raises:
         ConfigurationError: The dtype cannot be stored.
     """
-    name = dtype_name(value.dtype)
+    name = tensor_dtype_name(value.dtype)
     if name not in ITEM_SIZE and name not in others:
         named = ", ".join((*ITEM_SIZE, *others))
         raise ConfigurationError(f"key {key!r} has dtype {name}; this store holds {named} only")
@@ -223,9 +223,9 @@ def read_row_pulls(
     else:
         keys = list(key)
         outs = _for_each(keys, out, "out") if out is not None else [None] * len(keys)
-        ids = [row_ids] * len(keys) if is_one_set(row_ids) else _for_each(keys, row_ids, "row_ids")
+        ids = [row_ids] * len(keys) if is_one_id_tensor(row_ids) else _for_each(keys, row_ids, "row_ids")
     pulls = [_pulls_of(entries, *row) for row in zip(keys, outs, ids, strict=True)]
-    return pulls, [not is_one_set(one) for one in ids]
+    return pulls, [not is_one_id_tensor(one) for one in ids]
 
 
 def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
 @torch.no_grad()
 def write_rows(out: Tensor, rows: Tensor) -> None:
     """Write the rows of a sparse tensor to `out`, and zeros to its other rows."""
-    if is_sparse(out):
+    if is_sparse_tensor(out):
         # Not through detach(), which would give a tensor with separate indices.
         out.copy_(rows)
         return
@@ -254,7 +254,7 @@ def _replica_tensors(key: Key, value: Any, what: str) -> list[Tensor]:
             f"{what} of key {key!r} must be a tensor or a list of tensors, got {value!r:.80}"
         )
     for one in tensors:
-        if is_sparse(one) and (one.layout is not torch.sparse_coo or one.sparse_dim() != 1):
+        if is_sparse_tensor(one) and (one.layout is not torch.sparse_coo or one.sparse_dim() != 1):
             form = f" with sparse_dim {one.sparse_dim()}" if one.layout is torch.sparse_coo else ""
             raise ConfigurationError(
                 f"{what} of key {key!r} is sparse, of shape {list(one.shape)} and layout {one.layout}{form}; it must "
@@ -269,7 +269,8 @@ def _replica_tensors(key: Key, value: Any, what: str) -> list[Tensor]:
 
 def shape_mismatch_error(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
     return ShapeMismatchError(
-        f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
+        f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got "
+        f"{tensor_dtype_name(value.dtype)}{list(value.shape)}"
     )
 
 
@@ -280,8 +281,8 @@ def _pulls_of(entries: Mapping[Key, Entry], key: Key, out: Any, row_ids: Any) ->
     if not entry.spec.shape:
         raise ShapeMismatchError(f"key {key!r} has no dimension, hence no rows; use pull")
     outs = _row_outs(entry, key, out)
-    sets = [row_ids] if is_one_set(row_ids) else list(row_ids)
-    found = [read_ids(key, one, entry.spec.shape[0]) for one in sets]
+    sets = [row_ids] if is_one_id_tensor(row_ids) else list(row_ids)
+    found = [read_id_tensor(key, one, entry.spec.shape[0]) for one in sets]
     # One set of ids serves all outs; several sets need one out each.
     if len(found) == 1:
         return [RowPull(entry, found[0], outs)]
@@ -299,7 +300,7 @@ def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
         else _replica_tensors(key, out, "out")
     )
     for one in outs:
-        if not is_sparse(one):
+        if not is_sparse_tensor(one):
             check_out(entry.spec, one)
         elif one.shape != entry.spec.shape:
             raise shape_mismatch_error(entry.spec, one)

@@ -39,15 +39,15 @@ from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import (
     ReplicaCompressor,
-    dense_sum,
-    densify,
+    densify_replica,
+    merge_replica_rows,
     merge_replicas,
-    merge_rows,
-    sum_rows,
+    sum_dense_replicas,
+    sum_replica_rows,
 )
 from kvtrainer.client.round import Round
 from kvtrainer.client.tables import Compressor, RemoteTable
-from kvtrainer.common.tensors import is_sparse
+from kvtrainer.common.tensors import is_sparse_tensor
 from kvtrainer.common.thread_guard import exclusive
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import SparsePullWarning, StateMismatchError
@@ -575,7 +575,7 @@ class TableKVStore(KVStoreBase):
             if out is not None:
                 arenas, others = targets_of(*self._find_entries(*read_values(key, out, "out"), is_out=True))
             for entry, replicas in zip(entries, given.lists(), strict=True) if self.group is not None else ():
-                if all(map(is_sparse, replicas)) and self._goes_by_rows(entry):
+                if all(map(is_sparse_tensor, replicas)) and self._goes_by_rows(entry):
                     by_rows.append(entry.spec.key)
         except Exception as error:
             if self.group is not None:
@@ -664,12 +664,12 @@ class TableKVStore(KVStoreBase):
             spec = entry.spec
             # A key is summed by rows only if all ranks gave rows; otherwise all use the dense form.
             if spec.key in rows_only:
-                mine = merge_rows(spec, values)
+                mine = merge_replica_rows(spec, values)
                 counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)], device="cpu"))]
-                ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
+                ids, total = sum_replica_rows(group.gather_rows(mine, counts), spec.dtype)
                 summed.append(as_sparse(spec, ids, total.to(entry.dtype)))
             else:
-                first, *others = [densify(spec, one) for one in values]
+                first, *others = [densify_replica(spec, one) for one in values]
                 flat = self._merge(entry, first, others, is_borrowed=False)
                 assert isinstance(flat, Tensor)
                 group.sum(flat, [(0, flat.numel())])
@@ -686,13 +686,13 @@ class TableKVStore(KVStoreBase):
         if flat is not None:
             return flat if is_borrowed else flat.clone()
         replicas = [first, *others]
-        sparse = [is_sparse(one) for one in replicas]
+        sparse = [is_sparse_tensor(one) for one in replicas]
         if all(sparse):
             if self._goes_by_rows(entry):
-                return merge_rows(spec, replicas)
-            return dense_sum(spec, replicas).view(-1)
+                return merge_replica_rows(spec, replicas)
+            return sum_dense_replicas(spec, replicas).view(-1)
         if any(sparse):
-            replicas = [densify(spec, one) for one in replicas]
+            replicas = [densify_replica(spec, one) for one in replicas]
         if self._replicas is not None and is_compressed:
             return self._replicas.merge(spec.key, replicas)
         return merge_replicas(replicas, self._reducer)
@@ -721,7 +721,7 @@ class TableKVStore(KVStoreBase):
         for key, tensors in zip(keys, outs.lists(), strict=True):
             kept = []
             for one in tensors:
-                if not is_sparse(one):
+                if not is_sparse_tensor(one):
                     kept.append(one)
                 elif not ignore_sparse:
                     if self._engine is None:
@@ -787,7 +787,7 @@ class TableKVStore(KVStoreBase):
             raise
         # 2. Densify before registering: from the registration on, the other workers wait for this one's value.
         rows = zip(specs, values.first, strict=True)
-        flats = [merge_replicas([densify(spec, first)]) for spec, first in rows]
+        flats = [merge_replicas([densify_replica(spec, first)]) for spec, first in rows]
         # 3. Agree with the other ranks, and take rank 0's values.
         if self.group is not None:
             self.group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})

@@ -28,8 +28,8 @@ from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.protocol.rows import RowSet
-from kvtrainer.client.replica_sums import ReplicaCompressor, sum_rows
-from kvtrainer.common.tensors import dtype_name
+from kvtrainer.client.replica_sums import ReplicaCompressor, sum_replica_rows
+from kvtrainer.common.tensors import tensor_dtype_name
 from kvtrainer.errors import (
     ROW_MAJOR,
     ConfigurationError,
@@ -444,7 +444,7 @@ class Memory:
             by_rows = [device.rows[key] for device in given if key in device.rows]
             if given and len(by_rows) == len(given):
                 here = [RowSet(rows.ids.to(home), rows.values.to(home)) for rows in by_rows]
-                summed_rows[key] = sum_rows(here, spec.dtype)
+                summed_rows[key] = sum_replica_rows(here, spec.dtype)
                 continue
             pieces = [device.densified(key) for device in self.devices] if given else []
             if by_rows and compressor is not None:
@@ -558,7 +558,7 @@ class Memory:
                 "made by torch.view_as_real"
             )
         # 3. Make the plan.
-        sizes, dtypes = [p.shape for p in placed], [dtype_name(p.dtype) for p in placed]
+        sizes, dtypes = [p.shape for p in placed], [tensor_dtype_name(p.dtype) for p in placed]
         # Equal shapes share a tuple: thousands of tuples would trigger a full garbage collection.
         shape_of = {size: tuple(size) for size in set(sizes)}
         shapes = [shape_of[size] for size in sizes]

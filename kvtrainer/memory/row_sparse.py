@@ -31,7 +31,7 @@ from kvstore_server import check
 from kvstore_server.errors import did_you_mean
 from kvstore_server.optimizer.rows import SortedRowIds, sort_row_ids
 from kvstore_server.plan import ITEM_SIZE
-from kvtrainer.common.tensors import flat_ids, read_ids
+from kvtrainer.common.tensors import flatten_id_tensor, read_id_tensor
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.parallel.replicas import COPIES
@@ -152,7 +152,7 @@ class RowSparseParameter(Parameter):
         # Attribute access would otherwise go through __torch_function__.
         with torch._C.DisableTorchFunctionSubclass():
             (num_rows, *of_row), device = self.shape, self.device
-        ids, shape = flat_ids(self._name(), row_ids, num_rows)
+        ids, shape = flatten_id_tensor(self._name(), row_ids, num_rows)
         which: SortedRowIds | Tensor = ids
         rows = owner.row_sparse_read(self, ids)
         # The store is in another process or the rows are in several places: request each row once.
@@ -358,7 +358,7 @@ class RowTables:
                     + (did_you_mean(given, names) if isinstance(given, str) else "")
                 )
             parameter = self._parameters[key][0]
-            wanted[key] = read_ids(parameter._name(), ids, parameter.shape[0])
+            wanted[key] = read_id_tensor(parameter._name(), ids, parameter.shape[0])
         self.wanted = wanted
 
     def take_wanted(self) -> dict[int, Tensor]:

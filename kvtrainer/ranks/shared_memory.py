@@ -253,7 +253,7 @@ def _all_of_one_host(heard: Heard) -> list[Sequence[int]]:
 
 def _reason_not_shared(heard: Heard) -> str:
     """Return why the ranks cannot share memory, or an empty string. Raises as `open_memory`."""
-    transports = [env.transport_of({env.TRANSPORT: one["transport"]}) for one in heard]
+    transports = [env.transport_from_env({env.TRANSPORT: one["transport"]}) for one in heard]
     if "tcp" in transports:
         return f"rank {transports.index('tcp')} has {env.TRANSPORT}=tcp"
     if len({one["host"] for one in heard}) > 1:

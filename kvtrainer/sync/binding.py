@@ -32,7 +32,7 @@ from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import ReplicaCompressor
-from kvtrainer.client.row_reads import TableRows
+from kvtrainer.client.row_reads import TableRowReads
 from kvtrainer.client.session import Report
 from kvtrainer.client.shared_weights import WeightSink
 from kvtrainer.common.env import WORKER_MEMORY
@@ -609,7 +609,7 @@ class Binding:
         layout.arena.mark_updated(None)
 
     @property
-    def rows(self) -> TableRows:
+    def rows(self) -> TableRowReads:
         assert self.holder is not None
         return self.holder.rows
 

@@ -30,9 +30,15 @@ from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, Guard, Measured
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution, Source
-from kvtrainer.client.row_reads import TableRows
+from kvtrainer.client.row_reads import TableRowReads
 from kvtrainer.client.shared_gradients import SharedGradients
-from kvtrainer.client.shared_weights import IN_PLACE, CopySink, MappedSink, PrivateSink, WeightSink
+from kvtrainer.client.shared_weights import (
+    IN_PLACE,
+    CopyWeightSink,
+    MappedWeightSink,
+    PrivateWeightSink,
+    WeightSink,
+)
 from kvtrainer.client.tables import Compressor, Takeover
 from kvtrainer.common.progress import print_duration
 from kvtrainer.errors import ConfigurationError, KVStoreError
@@ -196,7 +202,7 @@ class StoreExchange(Exchange):
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
         # 3. How weights come back.
-        self.rows = TableRows(client.rows, self._table)
+        self.rows = TableRowReads(client.rows, self._table)
         """Of row-sparse keys."""
         self._staging: Staging | None = None
         """Copies between the CUDA device with the weights and the host; made when it is needed."""
@@ -236,9 +242,9 @@ class StoreExchange(Exchange):
             return
         try:
             if is_whole and self._client.shares_memory:
-                self.sink = MappedSink(weights)
+                self.sink = MappedWeightSink(weights)
             else:
-                self.sink = PrivateSink(weights, self._table.plan)
+                self.sink = PrivateWeightSink(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
 
@@ -269,7 +275,7 @@ class StoreExchange(Exchange):
         if self.sink is IN_PLACE and self._staging is not None:
             self.sink = DeviceSink(self._staging, maps=False)
         elif self.sink is IN_PLACE and self.updates_weights and not self.is_sync:
-            self.sink = CopySink(weights)
+            self.sink = CopyWeightSink(weights)
         return mine
 
     @property

@@ -35,7 +35,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.protocol.rows import RowSet, same_bits
 from kvtrainer.client.contribution import Contribution
-from kvtrainer.client.replica_sums import sum_rows
+from kvtrainer.client.replica_sums import sum_replica_rows
 from kvtrainer.client.rounds import EagerPushMonitor
 from kvtrainer.errors import ProtocolError
 from kvtrainer.memory.memory import DeviceMemory
@@ -274,7 +274,7 @@ class GroupExchange(Exchange):
         mine = grads.rows.get((0, key), none)
         values = mine.values.to(compute_dtype(spec.dtype))
         mine = mine._replace(values=values * before if before != 1.0 else values)
-        total = sum_rows(self._group.gather_rows(mine, counts), spec.dtype)
+        total = sum_replica_rows(self._group.gather_rows(mine, counts), spec.dtype)
         return total._replace(values=total.values * after) if after != 1.0 else total
 
 

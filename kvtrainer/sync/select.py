@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from kvstore_server import check
 from kvstore_server.codec import Codec, OneBit, make_codec
-from kvtrainer.common.env import workers_of_job
+from kvtrainer.common.env import workers_from_env
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.jobs.topology import serve_role
 from kvtrainer.kvstore.base import (
@@ -242,7 +242,7 @@ def _select_for_replicas(chosen: Selection, asked: bool | None) -> Selection:
 
 def _warn_of_workers(store: Traits) -> None:
     """Warn if a job has several workers but the store serves one process, which is rarely intended."""
-    found = workers_of_job(os.environ)
+    found = workers_from_env(os.environ)
     if found is not None and found[0] > 1:
         _log.warning(_ALONE, store.name, *found)
 

@@ -31,7 +31,7 @@ from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.probe import probe_servers
-from kvtrainer.common.env import SERVERS, read_servers
+from kvtrainer.common.env import SERVERS, read_servers_from_env
 from kvtrainer.watch.job import SILENT, Job, JobStatus, ServerStatus, View, Worker, as_values, view_of
 
 WINDOW = 5.0
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     options = parser.parse_args(argv)
     try:
-        addresses = read_servers(os.environ, ",".join(options.servers) or None)
+        addresses = read_servers_from_env(os.environ, ",".join(options.servers) or None)
     except ConfigurationError as error:
         parser.exit(2, f"kvtop: {error}\n")
     if options.http is not None and not options.allow_public_bind and not is_loopback(options.http[0]):

@@ -33,9 +33,9 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateFileErr
 from kvtrainer.integrations.mmengine import (
     KVStoreStrategy,
     TrainerOptimWrapper,
-    decode_value,
-    encode_value,
-    encode_what_can_be,
+    decode_mmengine_value,
+    encode_mmengine_entries,
+    encode_mmengine_value,
 )
 
 
@@ -253,8 +253,8 @@ def values_of_hooks_come_back_from_plain_ones(folder: Path) -> None:
         "score": np.float64(0.5),
         "log": history,
     }
-    torch.save(encode_value(given), folder / "values.pth")
-    found = decode_value(torch.load(folder / "values.pth", weights_only=True))
+    torch.save(encode_mmengine_value(given), folder / "values.pth")
+    found = decode_mmengine_value(torch.load(folder / "values.pth", weights_only=True))
     assert found["milestones"] == given["milestones"]
     assert isinstance(found["milestones"], Counter)
     assert found["classes"] == given["classes"]
@@ -263,7 +263,7 @@ def values_of_hooks_come_back_from_plain_ones(folder: Path) -> None:
     assert np.array_equal(found["palette"], given["palette"])
     assert [one.tolist() for one in found["log"].data] == [[1.0, 2.5], [2.0, 2.0]]
     assert found["log"].mean() == history.mean()
-    assert encode_what_can_be({"hook": object(), "epoch": 3}, "message_hub") == {"epoch": 3}
+    assert encode_mmengine_entries({"hook": object(), "epoch": 3}, "message_hub") == {"epoch": 3}
 
 
 def a_schedule_that_had_ended_goes_on_where_training_is_longer(folder: Path) -> None:

@@ -272,7 +272,7 @@ def test_weights_are_copied_where_all_memory_is_locked() -> None:
             outcome.put("may not")
             return
         try:
-            shared_weights.PrivateSink({"float32": flat}, plan)
+            shared_weights.PrivateWeightSink({"float32": flat}, plan)
             outcome.put("shown")
         except OSError:
             outcome.put("refused")

@@ -29,7 +29,7 @@ from kvstore_server.transport.arena import Leases, SharedArena, make_shared_memo
 from kvstore_server.transport.channel import Channel, ChannelListener
 from kvstore_server.transport.exports import ExportedStagingBuffer
 from kvtrainer.client.connection import Connection
-from kvtrainer.client.incoming_weights import parts_of
+from kvtrainer.client.incoming_weights import parts_of_incoming_weights
 from tests.sim.model import Violation
 from tests.sim.mutants import SHOWN_BY, Mutants, mutated, replaces
 from tests.sim.test_interleavings import seed_that_fails
@@ -290,7 +290,7 @@ class Job:
                 if found is None or found[0].data[found[1] :][:4].view(torch.float32).item() < version:
                     raise Violation(f"version {version} cannot be seen")
                 self.seen["mapped"] += 1
-            for _, version, _, source, start, nbytes in parts_of(body):
+            for _, version, _, source, start, nbytes in parts_of_incoming_weights(body):
                 self.kept.append((version, source[start : start + nbytes].view(torch.float32)))
         self.check()
 

@@ -19,9 +19,9 @@ def place(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def place_on_host() -> int:
-    from kvtrainer.common.env import local_rank
+    from kvtrainer.common.env import local_rank_from_env
 
-    return local_rank(os.environ)
+    return local_rank_from_env(os.environ)
 
 
 def say(to: str) -> None:
