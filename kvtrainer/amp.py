@@ -27,7 +27,7 @@ from torch.amp.grad_scaler import OptState
 
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
-from kvtrainer.options.loss_scaler import LossScaler, refuse_second_scaler, scaler_of, unscale
+from kvtrainer.options.loss_scaler import LossScaler, refuse_second_loss_scaler, scaler_of, unscale
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.types import StepResult
 
@@ -117,7 +117,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: It was already called since the last `update`.
         """
         if self._enabled and _is_trainer(optimizer):
-            refuse_second_scaler(optimizer)
+            refuse_second_loss_scaler(optimizer)
             half = {name for name, p in optimizer._named_fresh() if p.grad.dtype == torch.float16}  # type: ignore[attr-defined]
             if half:  # it would lose what the loss scale has saved
                 raise ConfigurationError(

@@ -13,7 +13,7 @@ from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.protocol.rows import RowSet
 from kvtrainer.client.tables import Residuals
 from kvtrainer.common.tensors import is_sparse_tensor, tensor_dtype_name
-from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_reducer
+from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_replica_reducer
 
 
 def merge_replicas(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
@@ -26,7 +26,7 @@ def merge_replicas(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
         return first.to("cpu").contiguous().view(-1)
     if not is_left_fold(reducer):
         parts = [one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in replicas]
-        make_reducer(reducer, [part.device for part in parts]).sum(parts)
+        make_replica_reducer(reducer, [part.device for part in parts]).sum(parts)
         return parts[0].to("cpu")
     compute = compute_dtype(tensor_dtype_name(first.dtype))
     total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)

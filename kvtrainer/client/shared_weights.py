@@ -7,7 +7,7 @@ are reported. A slice begins at the same offset in its page as on the server. Pa
 with a slice of another server, are not mapped but copied.
 
 `PrivateWeightSink` does the same with a file of this process to which rounds write weights that come in messages.
-`CopyWeightSink` is for asynchronous rounds where pages do not tell. Weights of a CUDA device arrive in a `DeviceSink`
+`CopyWeightSink` is for asynchronous rounds where pages do not tell. Weights of a CUDA device arrive in a `StagingSink`
 (`kvtrainer/sync/device_staging.py`).
 
 Servers count the beginning and the end of each write in counters behind the weights (a seqlock). After a round that

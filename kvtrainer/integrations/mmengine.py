@@ -39,7 +39,7 @@ from kvtrainer.integrations.workers import make_workers_ranks
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
 from kvtrainer.strategy.base import Callback
-from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_schedules, plain_copy
+from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_checkpoint_schedules, plain_checkpoint_copy
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys
 from kvtrainer.strategy.strategy import Steps
 from kvtrainer.trainer.resume import Resumption
@@ -376,7 +376,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         Raises:
             StateMismatchError: As for `check_scheduler_state_dict`. Nothing has changed.
         """
-        for scheduler, state in pair_schedules(getattr(self, "param_schedulers", []), state_dict):
+        for scheduler, state in pair_checkpoint_schedules(getattr(self, "param_schedulers", []), state_dict):
             scheduler.load_state_dict({name: value for name, value in state.items() if name not in _HORIZON})
             ended, passed = state.get("end", scheduler.end), scheduler._global_step
             if ended < scheduler.end and passed >= ended and not getattr(scheduler, "need_val_args", False):
@@ -386,7 +386,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
     def check_scheduler_state_dict(self, state_dict: Any) -> None:
         """Raise StateMismatchError unless `load_scheduler_state_dict` can restore this."""
-        pair_schedules(getattr(self, "param_schedulers", []), state_dict)
+        pair_checkpoint_schedules(getattr(self, "param_schedulers", []), state_dict)
 
     def load_checkpoint(
         self,
@@ -537,7 +537,7 @@ def encode_mmengine_entries(value: Mapping[str, Any], where: str) -> dict[str, A
     for key, one in value.items():
         encoded = encode_mmengine_value(one)
         try:
-            plain_copy({key: encoded}, where)
+            plain_checkpoint_copy({key: encoded}, where)
         except ConfigurationError as error:
             _log.warning("left out of the checkpoint: %s", error)
         else:

@@ -54,21 +54,21 @@ from kvtrainer.errors import SparsePullWarning, StateMismatchError
 from kvtrainer.kvstore.agreement import Agreement, RankAgreement
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
 from kvtrainer.kvstore.values import (
-    Entry,
     RowPull,
+    ValueEntry,
     Values,
-    as_sparse,
-    check_key,
-    check_keys,
+    as_sparse_value,
     check_on_cuda,
-    check_out,
+    check_out_value,
+    check_value_key,
+    check_value_keys,
     flat_view,
     read_row_pulls,
     read_values,
     shape_mismatch_error,
-    spec_of,
-    targets_of,
-    write_rows,
+    spec_of_value,
+    targets_of_values,
+    write_row_values,
 )
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.replicas import AUTO
@@ -79,7 +79,7 @@ from kvtrainer.states.format import (
     export_states,
     import_states,
     read_state_file,
-    saved_problems,
+    saved_state_problems,
     write_state_file,
 )
 
@@ -88,13 +88,13 @@ WORKERS, SERVERS = 4, 2
 # Key in a state file's extra values: whether loading also restores the optimizer's options and update count.
 _NUMBERS = "numbers count"
 
-Found = tuple[list[Entry], Values]
+Found = tuple[list[ValueEntry], Values]
 """Known keys, each once, and their checked tensors."""
-_Store = TypeVar("_Store", bound="TableKVStore")
+_Store = TypeVar("_Store", bound="KVStoreVerbs")
 
 
 @uncompiled
-class TableKVStore(KVStoreBase):
+class KVStoreVerbs(KVStoreBase):
     """init, push, pull, pushpull and broadcast as in MXNet.
 
     Not thread-safe. `push` returns at once, and its error is raised by the next call that uses the key, by `barrier` or
@@ -124,7 +124,7 @@ class TableKVStore(KVStoreBase):
         self._replicas: ReplicaCompressor | None = None
         # Compresses the sum of the replicas on its way to servers.
         self._codec: Codec | None = None
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[Key, ValueEntry] = {}
         # (table, round) of each key of the push in progress. Kept if the push is interrupted, for the next one to
         # check.
         self._given: list[tuple[RemoteTable, int]] = []
@@ -225,7 +225,7 @@ class TableKVStore(KVStoreBase):
         ):
             keys, outs, copies = self._without_sparse(keys, outs, ignore_sparse)
         entries, outs = self._find_entries(keys, outs, is_out=True)
-        arenas, others = targets_of(entries, outs)
+        arenas, others = targets_of_values(entries, outs)
         self._client.rounds.pull([entry.table for entry in entries], arenas)
         for target, flat in others:
             target.copy_(flat.view(target.shape))
@@ -340,7 +340,7 @@ class TableKVStore(KVStoreBase):
         """
         optimizer, parameters = self._known_optimizer(), dict[str, SavedParameter]()
         for spec, table in [(entry.spec, entry.table) for entry in self._entries.values()]:
-            state = export_states(table.plan, _Holder(self._client, table)).get(0, {})
+            state = export_states(table.plan, _VerbsStateHolder(self._client, table)).get(0, {})
             counted = {**state, "step": int(state["step"])} if state else {}
             parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, 0, counted)
         options, extra = [dict(optimizer.plain_hyper())], {_NUMBERS: dump_optimizer}
@@ -368,7 +368,7 @@ class TableKVStore(KVStoreBase):
     def _fitting_states(self, fname: str | os.PathLike[str]) -> SavedStates:
         optimizer, specs = self._known_optimizer(), [entry.spec for entry in self._entries.values()]
         saved = read_state_file(fname)
-        if problems := [*saved_problems(saved, specs, optimizer, "keys", "this kvstore")]:
+        if problems := [*saved_state_problems(saved, specs, optimizer, "keys", "this kvstore")]:
             raise StateMismatchError(
                 f"the saved states do not fit this kvstore, which is unchanged: {'; '.join(problems)}. Load the states "
                 "of the same keys and the same optimizer"
@@ -378,7 +378,10 @@ class TableKVStore(KVStoreBase):
     def _adopt_states(self, saved: SavedStates) -> None:
         optimizer = self._known_optimizer()
         for entry in self._entries.values():
-            found, holder = saved.parameters[entry.spec.key].state, _Holder(self._client, entry.table)
+            found, holder = (
+                saved.parameters[entry.spec.key].state,
+                _VerbsStateHolder(self._client, entry.table),
+            )
             states = {0: dict(found)} if found else {}
             import_states(entry.table.plan, holder, states, optimizer, torch.device("cpu"))
         if saved.extra.get(_NUMBERS) and saved.groups:
@@ -534,7 +537,7 @@ class TableKVStore(KVStoreBase):
 
     def _find_entries(self, keys: Sequence[Key], values: Values, is_out: bool = False) -> Found:
         """Look up keys and check the tensors to be read or written. Tensors of a repeated key are joined."""
-        entries: list[Entry] = []
+        entries: list[ValueEntry] = []
         more, key_type = values.others, type(next(iter(self._entries), None))
         for at, (key, first) in enumerate(zip(keys, values.first, strict=True)):
             entry = self._entries.get(key) if type(key) is key_type else None
@@ -544,14 +547,14 @@ class TableKVStore(KVStoreBase):
                 if tensor.shape != entry.spec.shape or not (is_out or tensor.dtype is entry.dtype):
                     raise shape_mismatch_error(entry.spec, tensor)
                 if is_out and (tensor.layout is not torch.strided or not tensor.is_contiguous()):
-                    check_out(entry.spec, tensor)
+                    check_out_value(entry.spec, tensor)
             if self._only_cuda:
                 devices = [one.device for one in (first, *more.get(at, ()))]
                 check_on_cuda(devices, f"the values of key {entry.spec.key!r}")
             entries.append(entry)
         if len(set(entries)) == len(entries):
             return entries, values
-        joined: dict[Entry, list[Tensor]] = {}
+        joined: dict[ValueEntry, list[Tensor]] = {}
         for entry, tensors in zip(entries, values.lists(), strict=True):
             joined.setdefault(entry, []).extend(tensors)
         return list(joined), Values.of(joined.values())
@@ -573,7 +576,9 @@ class TableKVStore(KVStoreBase):
             arenas: list[dict[str, Tensor]] | None = None
             others: list[tuple[Tensor, Tensor]] = []
             if out is not None:
-                arenas, others = targets_of(*self._find_entries(*read_values(key, out, "out"), is_out=True))
+                arenas, others = targets_of_values(
+                    *self._find_entries(*read_values(key, out, "out"), is_out=True)
+                )
             for entry, replicas in zip(entries, given.lists(), strict=True) if self.group is not None else ():
                 if all(map(is_sparse_tensor, replicas)) and self._goes_by_rows(entry):
                     by_rows.append(entry.spec.key)
@@ -627,7 +632,7 @@ class TableKVStore(KVStoreBase):
             target.copy_(flat.view(target.shape))
         self._given = []
 
-    def _wait(self, round_: Round, entries: Sequence[Entry]) -> None:
+    def _wait(self, round_: Round, entries: Sequence[ValueEntry]) -> None:
         """Wait for a round. Residuals of the keys that were applied are committed."""
         try:
             self._client.rounds.wait(round_)
@@ -649,7 +654,12 @@ class TableKVStore(KVStoreBase):
             )
 
     def _sum_over_ranks(
-        self, group: RankGroup, verb: str, entries: Sequence[Entry], given: Values, by_rows: Sequence[str]
+        self,
+        group: RankGroup,
+        verb: str,
+        entries: Sequence[ValueEntry],
+        given: Values,
+        by_rows: Sequence[str],
     ) -> Values:
         """Sum values over all ranks, row by row for keys that are row-sparse on every rank. Raises as `_contribute`."""
         said = {
@@ -667,7 +677,7 @@ class TableKVStore(KVStoreBase):
                 mine = merge_replica_rows(spec, values)
                 counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)], device="cpu"))]
                 ids, total = sum_replica_rows(group.gather_rows(mine, counts), spec.dtype)
-                summed.append(as_sparse(spec, ids, total.to(entry.dtype)))
+                summed.append(as_sparse_value(spec, ids, total.to(entry.dtype)))
             else:
                 first, *others = [densify_replica(spec, one) for one in values]
                 flat = self._merge(entry, first, others, is_borrowed=False)
@@ -677,7 +687,7 @@ class TableKVStore(KVStoreBase):
         return Values(summed, {})
 
     def _merge(
-        self, entry: Entry, first: Tensor, others: Sequence[Tensor], is_borrowed: bool
+        self, entry: ValueEntry, first: Tensor, others: Sequence[Tensor], is_borrowed: bool
     ) -> Tensor | RowSet:
         """Sum replicas to flat memory (the caller's own if `is_borrowed`) or to rows. Raises as `push`."""
         spec = entry.spec
@@ -697,7 +707,7 @@ class TableKVStore(KVStoreBase):
             return self._replicas.merge(spec.key, replicas)
         return merge_replicas(replicas, self._reducer)
 
-    def _goes_by_rows(self, entry: Entry) -> bool:
+    def _goes_by_rows(self, entry: ValueEntry) -> bool:
         """Return whether row-sparse values of a key are pushed by rows. Raises as `push`."""
         if self._optimizer is None and self._engine is not None:
             # As in MXNet's stores in process: the other rows become zero.
@@ -758,10 +768,10 @@ class TableKVStore(KVStoreBase):
                 arena = p.entry.new_arena()
                 self._client.rounds.pull([table], [arena])
                 found = arena[spec.dtype].view(spec.shape[0], -1)[p.ids]
-            results.append(as_sparse(spec, p.ids, found))
+            results.append(as_sparse_value(spec, p.ids, found))
         for p, rows in zip(pulls, results, strict=True):
             for out in p.outs:
-                write_rows(out, rows)
+                write_row_values(out, rows)
         return results
 
     def _create(self, keys: Sequence[Key], values: Values, outs: Values) -> None:
@@ -771,16 +781,16 @@ class TableKVStore(KVStoreBase):
         integers = INTEGERS if self._engine is not None else ()
         # 1. Check keys, values and outs.
         try:
-            check_keys(keys)
+            check_value_keys(keys)
             for key, replicas in zip(keys, values.lists(), strict=True):
                 self._check_new(key, seen)
                 seen.add(str(key))
                 if self._only_cuda and self.group is not None:
                     check_on_cuda([one.device for one in replicas], f"the values of key {key!r}")
-                specs.append(spec_of(key, replicas[0], integers))
+                specs.append(spec_of_value(key, replicas[0], integers))
             for spec, tensors in zip(specs, outs.lists(), strict=False):
                 for tensor in tensors:
-                    check_out(spec, tensor)
+                    check_out_value(spec, tensor)
         except Exception as error:
             if self.group is not None:
                 self.group.report("init", error)
@@ -797,8 +807,8 @@ class TableKVStore(KVStoreBase):
         # 4. Register the keys and send the values.
         whole_keys = self._optimizer is not None and not self._optimizer.elementwise
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
-        entries = [Entry(spec, table) for spec, table in zip(specs, tables, strict=True)]
-        arenas, others = targets_of(entries if outs.first else (), outs)
+        entries = [ValueEntry(spec, table) for spec, table in zip(specs, tables, strict=True)]
+        arenas, others = targets_of_values(entries if outs.first else (), outs)
         for table in tables:
             table.compressor = self._compressor(table)
         mine = None
@@ -812,7 +822,7 @@ class TableKVStore(KVStoreBase):
     # ---------------------------------------------------------------- keys that are refused
 
     def _refuse(self, unknown: Key, keys: Sequence[Key]) -> NoReturn:
-        check_keys(keys)
+        check_value_keys(keys)
         self._check_type(unknown)
         raise KeyNotFoundError(f"key {unknown!r} has not been initialised; call init or broadcast first")
 
@@ -825,7 +835,7 @@ class TableKVStore(KVStoreBase):
 
     def _check_type(self, key: Key) -> None:
         known = next(iter(self._entries), key)
-        if type(known) is not type(check_key(key)):
+        if type(known) is not type(check_value_key(key)):
             raise ConfigurationError(
                 f"this store has {type(known).__name__} keys, so {key!r} cannot be one of them"
             )
@@ -885,7 +895,7 @@ def agreement_of(store: KVStoreBase | None) -> Agreement:
     """
     if store is None or store.num_workers == 1:
         return Agreement()
-    if not isinstance(store, TableKVStore):
+    if not isinstance(store, KVStoreVerbs):
         raise ConfigurationError(
             f"the {store.num_workers} workers of kvstore {store.type!r} can only exchange sums, because it is a "
             "third-party store. load_states(), a Strategy, and workers of other frameworks need 'dist_sync', or "
@@ -895,7 +905,7 @@ def agreement_of(store: KVStoreBase | None) -> Agreement:
     return store.open_agreement()
 
 
-class _Holder:
+class _VerbsStateHolder:
     """Reads and writes the optimizer state of one table."""
 
     def __init__(self, client: Client, table: RemoteTable) -> None:

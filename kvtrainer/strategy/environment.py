@@ -163,10 +163,10 @@ def describe_system() -> dict[str, Any]:
         found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
         nvcc = shutil.which("nvcc")
         home = os.environ.get("CUDA_HOME") or (os.path.dirname(os.path.dirname(nvcc)) if nvcc else None)
-        found |= {"CUDA_HOME": home, "NVCC": _version_of(nvcc or f"{home}/bin/nvcc", "release")}
+        found |= {"CUDA_HOME": home, "NVCC": _version_of_program(nvcc or f"{home}/bin/nvcc", "release")}
     # 3. Compilers and libraries.
     found |= {
-        "GCC": _version_of((sysconfig.get_config_var("CC") or "gcc").split()[0]),
+        "GCC": _version_of_program((sysconfig.get_config_var("CC") or "gcc").split()[0]),
         "PyTorch": torch.__version__,
         "PyTorch compiling details": torch.__config__.show(),
         "NumPy": np.__version__,
@@ -181,7 +181,7 @@ def describe_system() -> dict[str, Any]:
     return found
 
 
-def _version_of(program: str, word: str = "") -> str:
+def _version_of_program(program: str, word: str = "") -> str:
     with suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=True)
         return next((line.strip() for line in asked.stdout.splitlines() if word in line), "n/a")

@@ -45,8 +45,8 @@ from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.host_reduce import HierarchicalReduce
-from kvtrainer.states.surviving_memory import Versions
-from kvtrainer.sync.device_staging import DeviceSink, SideStream, Staging
+from kvtrainer.states.surviving_memory import SurvivingVersions
+from kvtrainer.sync.device_staging import Staging, StagingSink, StagingStream
 from kvtrainer.sync.step_guard import StepGuard
 from kvtrainer.types import Arenas
 
@@ -238,7 +238,7 @@ class StoreExchange(Exchange):
             return
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
         if (staging := self._staging_of(weights)) is not None:
-            self.sink = DeviceSink(staging, maps=is_whole and self._client.shares_all_memory)
+            self.sink = StagingSink(staging, maps=is_whole and self._client.shares_all_memory)
             return
         try:
             if is_whole and self._client.shares_memory:
@@ -273,7 +273,7 @@ class StoreExchange(Exchange):
         """Decide where weights arrive that are not mapped; return the weights on the host."""
         mine = self._copy_to_host(weights)
         if self.sink is IN_PLACE and self._staging is not None:
-            self.sink = DeviceSink(self._staging, maps=False)
+            self.sink = StagingSink(self._staging, maps=False)
         elif self.sink is IN_PLACE and self.updates_weights and not self.is_sync:
             self.sink = CopyWeightSink(weights)
         return mine
@@ -599,7 +599,7 @@ class StoreExchange(Exchange):
             if compressor.survivors is not None:
                 compressor.begin_to_store(compressor.survivors, self._table.round)
 
-    def let_residuals_survive(self, survivors: Versions, counts: bool | None) -> bool:
+    def let_residuals_survive(self, survivors: SurvivingVersions, counts: bool | None) -> bool:
         """Store residuals where they outlive this process, or go on with those that an earlier one has stored.
 
         Args:
@@ -632,7 +632,7 @@ class StoreExchange(Exchange):
         if flat is None or flat.is_cpu:
             return None
         if self._staging is None:
-            self._staging = Staging(SideStream(flat.device))
+            self._staging = Staging(StagingStream(flat.device))
         return self._staging
 
     def _copy_to_host(self, arenas: Arenas) -> Arenas:

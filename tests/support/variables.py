@@ -174,7 +174,7 @@ def page() -> str:
     commands = [
         ("kvlaunch", "starts servers and workers of one job", kvlaunch._make_parser()),
         ("kvstore-server", "is one server", cli.build_server_parser({})),
-        ("kvtop", "shows a running job", top._make_parser()),
+        ("kvtop", "shows a running job", top._make_top_parser()),
     ]
     parts = [_HEAD]
     for name, what, parser in commands:

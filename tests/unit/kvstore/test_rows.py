@@ -27,13 +27,13 @@ from kvtrainer.errors import (
     SparsePullWarning,
 )
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.kvstore.verbs import TableKVStore
+from kvtrainer.kvstore.verbs import KVStoreVerbs
 from tests.support.engines import client_of
 
-Make = Callable[[], TableKVStore]
+Make = Callable[[], KVStoreVerbs]
 STORES = [
     pytest.param(LocalKVStore, id="local"),
-    pytest.param(lambda: TableKVStore("engines", client_of(3)), id="3-servers"),
+    pytest.param(lambda: KVStoreVerbs("engines", client_of(3)), id="3-servers"),
 ]
 BIG = (1200, 120)
 """Some slices of 64 KiB."""
@@ -45,14 +45,14 @@ def rows(shape: tuple[int, ...], ids: list[int], values: Any, dtype: torch.dtype
     return torch.sparse_coo_tensor(torch.tensor([ids], dtype=torch.int64), full, shape, check_invariants=True)
 
 
-def store_with(make: Make, **values: Tensor) -> TableKVStore:
+def store_with(make: Make, **values: Tensor) -> KVStoreVerbs:
     kv = make()
     kv.init(list(values), list(values.values()))
     return kv
 
 
 def everything(
-    kv: TableKVStore, key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    kv: KVStoreVerbs, key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     out = torch.full(shape, float("nan"), dtype=dtype)
     kv.pull(key, out=out)
@@ -262,7 +262,7 @@ def test_pull_from_servers_that_does_not_ignore_sparse_tensors_is_refused() -> N
         kv.pull("w", out=rows((4, 1), [0], 2.0), ignore_sparse=False)
 
 
-WRONG: dict[str, tuple[Callable[[TableKVStore], object], type[Exception], str]] = {
+WRONG: dict[str, tuple[Callable[[KVStoreVerbs], object], type[Exception], str]] = {
     "id too high": (lambda kv: kv.row_sparse_pull("w", row_ids=[3, 4, 9, 1]), RowIdError, r"rows 0 to 3.* 4, 9$"),
     "negative id": (lambda kv: kv.row_sparse_pull("w", row_ids=torch.tensor([-1])), RowIdError, "-1"),
     "a broken id": (lambda kv: kv.row_sparse_pull("w", row_ids=torch.tensor([0.5])), ConfigurationError, "whole"),

@@ -25,7 +25,13 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
 from kvtrainer.errors import OptimizerError, StateFileError
 from kvtrainer.optimizer import register
-from kvtrainer.states.format import SavedParameter, SavedStates, pack, read_state_file, unpack
+from kvtrainer.states.format import (
+    SavedParameter,
+    SavedStates,
+    pack_state_file,
+    read_state_file,
+    unpack_state_file,
+)
 from tests.support.saved_training import by_checkpoint, by_file, by_state_dict, random_steps, weights
 
 TREE = {
@@ -222,7 +228,7 @@ def test_an_instance_with_lookup_tables_is_saved_as_a_class(where: dict[str, Any
 
 def test_a_tree_goes_through_a_file_to_the_bit() -> None:
     states = SavedStates({"name": "x"}, 0, [{}], {"w": SavedParameter((2,), "float32", 0, TREE)})
-    found = unpack(*pack(states)).parameters["w"].state
+    found = unpack_state_file(*pack_state_file(states)).parameters["w"].state
     assert all(is_same(found[name], value) for name, value in TREE.items())
     assert set(found) == set(TREE)
 

@@ -27,7 +27,9 @@ def memory_from(ends: tuple[socket.socket, socket.socket], fd: int) -> int:
     """Have rank 1 take memory that rank 0 gives; return its size."""
     socket.send_fds(ends[0], [shared_memory._GREETING.pack(0)], [fd])
     os.close(fd)
-    return shared_memory._share_arena(1, [shared_memory._Peer(0, ends[1], -1, select.poll())]).nbytes
+    return shared_memory._share_memory_arena(
+        1, [shared_memory._MemoryPeer(0, ends[1], -1, select.poll())]
+    ).nbytes
 
 
 def test_memory_of_the_lowest_rank_is_mapped(ends: tuple[socket.socket, socket.socket]) -> None:
