@@ -32,7 +32,7 @@ from torch.nn import Module
 
 from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, create
-from kvtrainer.common.registries import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
+from kvtrainer.common.registry_class import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvstore_server import check
 from kvtrainer.anomalies import checked_mode, report_anomalies
-from kvtrainer.common.registries import HOOKS
+from kvtrainer.common.registry_class import HOOKS
 from kvtrainer.config import hook_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
 from kvtrainer.options.loss_scaler import make_precision, unscale

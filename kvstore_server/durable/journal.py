@@ -9,7 +9,7 @@ Invariants:
 
 - A byte is copied to the shadow once between two commits: its value at the last commit.
 - The record follows the copy, and the change follows the record.
-- A change that is made again and again in the same parts of memory has an `JournalPlan`, which is recorded once. How
+- A change that is made again and again in the same parts of memory has a `JournalPlan`, which is recorded once. How
   many of its parts are copied is a number in memory (`JournalProgress`), so that copying a part takes no record.
 - A commit does not clear the shadow: until these bytes change again, it has the values before the last change, and for
   a matrix it is known which rows these are (`former`, `former_rows`).

@@ -278,8 +278,9 @@ class Optimizer:
         return bound
 
     def spec(self) -> dict[str, Any]:
-        """Describe this optimizer as plain values; `create_from_spec` rebuilds it. Progress (`num_update`) is not
-        included.
+        """Describe this optimizer as plain values; `create_optimizer_from_spec` rebuilds it.
+
+        Progress (`num_update`) is not included.
 
         Raises:
             ConfigurationError: `lr_scheduler` is code, which cannot be sent.

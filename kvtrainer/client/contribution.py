@@ -27,8 +27,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, num_slices_of_rows, pack_rows, same_bits
 from kvstore_server.shard.norms import Guard
-from kvtrainer.client.shared_weights import IN_PLACE, WeightSink
 from kvtrainer.client.tables import RemoteTable, Tables
+from kvtrainer.client.weight_sinks import IN_PLACE, WeightSink
 from kvtrainer.types import Arenas
 
 Source = Callable[[int, int], Tensor]

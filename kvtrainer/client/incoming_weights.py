@@ -27,8 +27,8 @@ from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
 from kvstore_server.shard.deltas import add_delta_changes
 from kvstore_server.transport.arena import SharedArena
 from kvtrainer.client.contribution import Contribution, ContributionLayout, GatheredContribution
-from kvtrainer.client.shared_weights import WeightSink
 from kvtrainer.client.tables import RemoteTable
+from kvtrainer.client.weight_sinks import WeightSink
 from kvtrainer.types import Arenas
 
 MemoryAt = Callable[[int, int], tuple[SharedArena, int] | None]

@@ -91,7 +91,7 @@ def _map_batch_tensors(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Mapping):
         return {key: _map_batch_tensors(value, call) for key, value in batch.items()}
     # A named tuple takes its fields as separate arguments.
-    if isinstance(batch, tuple) and hasattr(batch, "_parse_store_message"):
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_map_batch_tensors(value, call) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(_map_batch_tensors(value, call) for value in batch)

@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
-from kvtrainer.common.registries import SCHEDULES
+from kvtrainer.common.registry_class import SCHEDULES
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,

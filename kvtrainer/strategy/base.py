@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
-from kvtrainer.common.registries import MODELS
+from kvtrainer.common.registry_class import MODELS
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.config import check_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, file_error

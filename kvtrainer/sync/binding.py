@@ -34,7 +34,7 @@ from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import ReplicaCompressor
 from kvtrainer.client.row_reads import TableRowReads
 from kvtrainer.client.session import Report
-from kvtrainer.client.shared_weights import WeightSink
+from kvtrainer.client.weight_sinks import WeightSink
 from kvtrainer.common.env import WORKER_MEMORY
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError, WorkerLostError
 from kvtrainer.kvstore import KVStoreBase, create

@@ -29,7 +29,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import ALIGNMENT, PAGE, SIZES, Slice
 from kvstore_server.transport.arena import SharedArena as Memory
 from kvstore_server.transport.pages import put_pages
-from kvtrainer.client.shared_weights import WeightSink
+from kvtrainer.client.weight_sinks import WeightSink
 from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)

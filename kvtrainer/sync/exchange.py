@@ -32,14 +32,14 @@ from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution, Source
 from kvtrainer.client.row_reads import TableRowReads
 from kvtrainer.client.shared_gradients import SharedGradients
-from kvtrainer.client.shared_weights import (
+from kvtrainer.client.tables import Compressor, Takeover
+from kvtrainer.client.weight_sinks import (
     IN_PLACE,
     CopyWeightSink,
     MappedWeightSink,
     PrivateWeightSink,
     WeightSink,
 )
-from kvtrainer.client.tables import Compressor, Takeover
 from kvtrainer.common.progress import print_duration
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase

@@ -99,7 +99,7 @@ def actors_of_servers() -> list[Any]:
     import psutil
 
     siblings = psutil.Process().parent().children()
-    return [one for one in siblings if "KVServer" in "".join([one.name(), *one.cmdline()])]
+    return [one for one in siblings if "RayServer" in "".join([one.name(), *one.cmdline()])]
 
 
 def kill_supervised(config: dict[str, Any]) -> str:

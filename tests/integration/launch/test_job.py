@@ -44,8 +44,8 @@ def test_each_worker_has_another_place_on_the_host_whatever_another_launcher_sai
     names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
     code = f"""
 import os
-from kvtrainer.common.env import local_rank
-print(local_rank(os.environ), *(os.environ.get(name, "-") for name in {names}))
+from kvtrainer.common.env import local_rank_from_env
+print(local_rank_from_env(os.environ), *(os.environ.get(name, "-") for name in {names}))
 """
     stale = dict.fromkeys((*names, "RANK", "SLURM_PROCID"), "0")
     _, out, _ = jobs.run(f"{sys.executable} -c '{code.replace(chr(39), chr(34))}'", 2, environ=stale)

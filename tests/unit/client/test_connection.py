@@ -119,7 +119,7 @@ def test_a_worker_says_why_it_shares_no_memory_with_a_server_of_its_host_whateve
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(connections, "connect", refuse)
+    monkeypatch.setattr(connections, "connect_channel", refuse)
     connection = Connection([address])
     connection.begin([(RUN, TOKEN)])
     connection.close()

@@ -19,7 +19,7 @@ from kvstore_server.shard.storage import Storage
 from kvstore_server.transport import pages
 from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
-from kvtrainer.client.shared_weights import MappedWeightSink
+from kvtrainer.client.weight_sinks import MappedWeightSink
 from kvtrainer.memory.arena import Arena as Parameters
 from tests.support.limits import LIMIT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtrainer.client.shared_weights import IN_PLACE, CopyWeightSink
+from kvtrainer.client.weight_sinks import IN_PLACE, CopyWeightSink
 
 
 def test_in_place_rounds_write_where_they_are_told_and_find_nothing() -> None:

@@ -39,7 +39,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(kvlaunch, "Launcher", Noted)
+    monkeypatch.setattr(kvlaunch, "JobLauncher", Noted)
     return arguments
 
 
