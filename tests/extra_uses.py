@@ -52,7 +52,7 @@ def lightning() -> None:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from kvtrainer.integrations.lightning import KVStoreStrategy
+    from kvtrainer.integrations.lightning import LightningStrategy
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -68,7 +68,7 @@ def lightning() -> None:
     module = Module()
     before = loss_of(module.net).item()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(strategy=KVStoreStrategy("local"), accelerator="cpu", max_epochs=1, **quiet)
+    trainer = L.Trainer(strategy=LightningStrategy("local"), accelerator="cpu", max_epochs=1, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(*examples_of_a_line()), batch_size=8))
     assert loss_of(module.net) < before
 

@@ -1,8 +1,8 @@
 """Lightning's Trainer over a kvstore.
 
     import lightning as L
-    from kvtrainer.integrations.lightning import KVStoreStrategy
-    L.Trainer(strategy=KVStoreStrategy("dist_sync"), ...).fit(module, data)
+    from kvtrainer.integrations.lightning import LightningStrategy
+    L.Trainer(strategy=LightningStrategy("dist_sync"), ...).fit(module, data)
 
 Needs the extra `kvtrainer[lightning]`.
 """
@@ -25,7 +25,7 @@ with guard_import("lightning"):
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities import rank_zero_only
 
-__all__ = ["KVStoreStrategy"]
+__all__ = ["KVStoreStrategy", "LightningStrategy"]
 
 
 class LightningEnvironment(ClusterEnvironment):  # type: ignore[misc]
@@ -51,7 +51,7 @@ class LightningEnvironment(ClusterEnvironment):  # type: ignore[misc]
 
     @staticmethod
     def detect() -> bool:
-        """False: the environment is only used through KVStoreStrategy."""
+        """False: the environment is only used through LightningStrategy."""
         return False
 
     def world_size(self) -> int:
@@ -74,10 +74,10 @@ class LightningEnvironment(ClusterEnvironment):  # type: ignore[misc]
         return 0
 
 
-class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
+class LightningStrategy(DDPStrategy):  # type: ignore[misc]
     """A Lightning strategy over a kvstore. Except for gradients, the workers take the role of a DDP job's processes.
 
-        trainer = L.Trainer(strategy=KVStoreStrategy("dist_sync"), max_epochs=3)
+        trainer = L.Trainer(strategy=LightningStrategy("dist_sync"), max_epochs=3)
         trainer.fit(module, loader)
 
     Torch optimizers that `configure_optimizers` returns become Trainers over the store; Trainers stay unchanged. Each
@@ -180,3 +180,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         optimizers, self._optimizers = self._optimizers, []
         super().teardown()
         self._optimizers = optimizers
+
+
+KVStoreStrategy = LightningStrategy
+"""The former name of `LightningStrategy`."""

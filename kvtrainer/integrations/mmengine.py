@@ -1,12 +1,12 @@
 """mmengine over a kvstore. Importing this registers a strategy and an optimizer wrapper with mmengine.
 
     import kvtrainer.integrations.mmengine
-    runner = FlexibleRunner(model, strategy=dict(type="KVStoreStrategy", kvstore="dist_sync"), ...)
+    runner = FlexibleRunner(model, strategy=dict(type="MMEngineStrategy", kvstore="dist_sync"), ...)
 
 In a configuration file: custom_imports = dict(imports=["kvtrainer.integrations.mmengine"]). Needs the extra
 `kvtrainer[mmengine]`.
 
-`KVStoreStrategy` builds models, optimizers and schedulers from mmengine's registries, and turns its optimizer wrappers
+`MMEngineStrategy` builds models, optimizers and schedulers from mmengine's registries, and turns its optimizer wrappers
 into `TrainerOptimWrapper`, which passes calls on to a Trainer. Checkpoints are read with weights_only: values of hooks
 such as HistoryBuffers are encoded as tensors and plain values, and mmengine's own checkpoints are read with a small
 list of allowed types. So loading never runs code of a file.
@@ -55,7 +55,7 @@ with guard_import("mmengine"):
     from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
     from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 
-__all__ = ["KVStoreStrategy", "TrainerOptimWrapper"]
+__all__ = ["KVStoreStrategy", "MMEngineStrategy", "TrainerOptimWrapper"]
 
 _log = logging.getLogger(__name__)
 
@@ -238,11 +238,11 @@ def merge_mmengine_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[:] = merged
 
 
-@STRATEGIES.register_module()
-class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
+@STRATEGIES.register_module(name=["MMEngineStrategy", "KVStoreStrategy"])
+class MMEngineStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
     """Lets mmengine's FlexibleRunner train over a kvstore.
 
-        runner = FlexibleRunner(model, strategy=dict(type="KVStoreStrategy", kvstore="dist_sync"), ...)
+        runner = FlexibleRunner(model, strategy=dict(type="MMEngineStrategy", kvstore="dist_sync"), ...)
 
     Models, optimizers, constructors and schedulers are those of mmengine's registries, with its rules for
     `paramwise_cfg`. OptimWrapper and AmpOptimWrapper become TrainerOptimWrapper, which is also the default. Workers of
@@ -469,6 +469,10 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         finally:
             if self._made_group and dist.is_initialized():
                 dist.destroy_process_group()
+
+
+KVStoreStrategy = MMEngineStrategy
+"""The former name of `MMEngineStrategy`; `type="KVStoreStrategy"` names it, too."""
 
 
 def _mmengine_wrappers_by_name(built: Any) -> dict[str, Any]:

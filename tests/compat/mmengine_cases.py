@@ -31,7 +31,7 @@ from torch import nn
 from kvtrainer import Strategy, Trainer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateFileError, StateMismatchError
 from kvtrainer.integrations.mmengine import (
-    KVStoreStrategy,
+    MMEngineStrategy,
     TrainerOptimWrapper,
     decode_mmengine_value,
     encode_mmengine_entries,
@@ -48,7 +48,7 @@ def a_checkpoint_of_mmengine_itself_is_resumed(folder: Path) -> None:
     }
     plain = {"type": "SingleDeviceStrategy"}
     expected = train({**question, "strategy": plain}).model.state_dict()
-    ours = {"type": "KVStoreStrategy", "work_dir": str(folder / "ours")}
+    ours = {"type": "MMEngineStrategy", "work_dir": str(folder / "ours")}
     saved = str(folder / "plain" / "epoch_2.pth")
     resumed = train({**question, "strategy": ours, "work_dir": str(folder / "ours"), "resume": saved})
     assert len(resumed.message_hub.get_scalar("train/lr").data[0]) == 9
@@ -143,7 +143,7 @@ def several_optimizers_share_a_schedule_and_resume(folder: Path) -> None:
         "head": TrainerOptimWrapper,
     }
 
-    def go_on(one: KVStoreStrategy, steps: int) -> None:
+    def go_on(one: MMEngineStrategy, steps: int) -> None:
         for _ in range(steps):
             for name, its in one.optim_wrapper.items():
                 update(its)
@@ -267,7 +267,7 @@ def values_of_hooks_come_back_from_plain_ones(folder: Path) -> None:
 
 
 def a_schedule_that_had_ended_goes_on_where_training_is_longer(folder: Path) -> None:
-    def lr_after(epochs: int, one: KVStoreStrategy) -> float:
+    def lr_after(epochs: int, one: MMEngineStrategy) -> float:
         for _ in range(epochs):
             update(one.optim_wrapper)
             for schedule in one.param_schedulers:
