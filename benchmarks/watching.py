@@ -32,7 +32,7 @@ from steps import Work
 from watching_worker import Progress
 
 from kvstore_server.engine.facts import FRESH
-from kvstore_server.probe import look
+from kvstore_server.probe import probe_servers
 
 _TITLE = "A job with and without a page that shows it"
 _SETTINGS = "OMP_NUM_THREADS=1 in every process"
@@ -183,7 +183,7 @@ def _cost_of_a_look(servers: Sequence[int], addresses: Sequence[str]) -> float:
         before = _cpu(servers)
         for _ in range(_LOOKS):
             time.sleep(_PAUSE)
-            if is_looking and None in look(addresses, 10.0):
+            if is_looking and None in probe_servers(addresses, 10.0):
                 raise harness.JobError("a server has not answered")
         used.append(_cpu(servers) - before)
     return (used[1] - used[0]) / _LOOKS

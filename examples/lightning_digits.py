@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from kvtrainer.integrations.lightning import KVStoreStrategy
+from kvtrainer.integrations.lightning import LightningStrategy
 
 
 class Digits(lightning.LightningModule):
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--epochs", type=int, default=plain.EPOCHS)
     options = parser.parse_args(argv)
-    strategy = KVStoreStrategy(options.kvstore)
+    strategy = LightningStrategy(options.kvstore)
     x, y, held_out_x, held_out_y = plain.load()
     share = plain.BATCH // strategy.workers.size
     training = DataLoader(TensorDataset(x, y), share, shuffle=True)

@@ -13,7 +13,7 @@ def run() -> NoReturn:
         sys.exit(supervisor.main(sys.argv[1:], os.environ))
     from kvstore_server import cli
 
-    cli.run()
+    cli.run_server_cli()
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ def number(
         and (below is None or found < below)
     )
     if not is_fit:
-        wanted = _describe_range("a finite number" if finite else "a number", least, most, above, below)
+        wanted = _describe_checked_range(
+            "a finite number" if finite else "a number", least, most, above, below
+        )
         raise ConfigurationError(f"{name} must be {wanted}, got {value!r:.80}")
     return found
 
@@ -91,7 +93,7 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
     """Return a whole number as an int. Raises ConfigurationError if it is not an integer, or out of bounds."""
     if not is_integer(value, least, most):
         raise ConfigurationError(
-            f"{name} must be {_describe_range('an integer', least, most)}, got {value!r:.80}"
+            f"{name} must be {_describe_checked_range('an integer', least, most)}, got {value!r:.80}"
         )
     return int(value)
 
@@ -140,7 +142,7 @@ def one_of(
         if isinstance(value, type(choice)) and choice == value:
             return choice
     hint = did_you_mean(value, [one for one in choices if isinstance(one, str)])
-    raise error(f"{name} must be {_format_choices(choices)}, got {value!r:.80}{hint}")
+    raise error(f"{name} must be {_format_checked_choices(choices)}, got {value!r:.80}{hint}")
 
 
 def known(
@@ -189,12 +191,12 @@ def _is_misspelt(name: str, known: Iterable[str]) -> bool:
     return any(map(is_near, known))
 
 
-def _format_choices(choices: Collection[object]) -> str:
+def _format_checked_choices(choices: Collection[object]) -> str:
     shown = [repr(one) for one in choices]
     return f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) < 4 else f"one of {', '.join(shown)}"
 
 
-def _describe_range(
+def _describe_checked_range(
     kind: str,
     least: float | None,
     most: float | None,
@@ -202,11 +204,11 @@ def _describe_range(
     below: float | None = None,
 ) -> str:
     if least is not None and most is not None:
-        return f"{kind} from {_format_bound(least)} to {_format_bound(most)}"
+        return f"{kind} from {_format_checked_bound(least)} to {_format_checked_bound(most)}"
     bounds = [("of at least", least), ("above", above), ("at most", most), ("below", below)]
-    said = [f"{word} {_format_bound(bound)}" for word, bound in bounds if bound is not None]
+    said = [f"{word} {_format_checked_bound(bound)}" for word, bound in bounds if bound is not None]
     return f"{kind} {' and '.join(said)}".rstrip()
 
 
-def _format_bound(bound: float) -> str:
+def _format_checked_bound(bound: float) -> str:
     return f"{bound:g}" if isinstance(bound, float) else str(bound)

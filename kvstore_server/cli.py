@@ -30,7 +30,7 @@ from kvstore_server.engine.memory import keep_free_memory, memory_limit
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import KVStoreError
-from kvstore_server.failpoints import arm
+from kvstore_server.failpoints import arm_failpoints
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.notify import READY, notify
 from kvstore_server.optimizer.base import capability
@@ -44,7 +44,7 @@ _log = logging.getLogger("kvstore_server")
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
-def _snapshot_period(text: str) -> SnapshotPeriod:
+def _parse_snapshot_flag(text: str) -> SnapshotPeriod:
     try:
         return SnapshotPeriod(*check.rounds_or_seconds(text))
     except ValueError:
@@ -87,7 +87,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--state-dir", "KVSTORE_STATE_DIR", "", str,
      "directory for snapshots, from which a job goes on when a host and the memory of its servers are lost; each "
      "server uses a directory server-INDEX in it"),
-    ("--snapshot-every", "KVSTORE_SNAPSHOT_EVERY", "50", _snapshot_period,
+    ("--snapshot-every", "KVSTORE_SNAPSHOT_EVERY", "50", _parse_snapshot_flag,
      "with --state-dir: take a snapshot after this many rounds of a job whose workers call Trainer.resume, or with a "
      "number like 30s after as many seconds; 0: only when a worker calls kv.save"),
     ("--log", "KVSTORE_LOG", "warning", str, 
@@ -96,7 +96,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
 """Flag, environment variable, default, type and help text."""
 
 
-def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def build_server_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """Return the parser of the flags.
 
     Each has an environment variable that sets its default, but for --ready-fd and those of a supervisor.
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
     `announce` is called once the server listens, instead of printing the address to standard output or --ready-fd.
     """
     # 1. Flags, logging and limits of the process.
-    parser = build_parser(os.environ)
+    parser = build_server_parser(os.environ)
     flags = parser.parse_args(argv)
     if flags.supervise:
         # The supervisor is a program of its own, without all that was imported here.
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
     keep_free_memory()
     with limited_log():
         try:
-            arm(os.environ, "server", flags.index)
+            arm_failpoints(os.environ, "server", flags.index)
             # 2. Load the user's modules first, because they register optimizers and commands.
             sys.path.insert(0, os.getcwd())
             for module in flags.imports:
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             numbers = {one.name: getattr(flags, one.name, one.default) for one in fields(EngineConfig)}
             numbers["restart_timeout"] = 0.0  # unless the state outlives this process
             own = {"server": flags.index, "run_id": secrets.randbits(62) | 1, "capability": capability()}
-            if not _listens_here(flags.bind):
+            if not _is_bind_flag_local(flags.bind):
                 own["spread_from"] = 0
             server = make_server(EngineConfig(**{**numbers, **own}), options, environ=os.environ)
         except (KVStoreError, ImportError) as error:
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
         )
 
 
-def run() -> NoReturn:
+def run_server_cli() -> NoReturn:
     """Run a server, then end the process like Python does but without unloading modules."""
     # With torch loaded, unloading takes so long on a busy machine that supervisors would kill the server for it.
     code = main()
@@ -222,7 +222,7 @@ def _serve_until_signal(server: Server, flags: argparse.Namespace, announce: Cal
         announce(server)
         with suppress(OSError):  # the process that started this one may be gone
             notify(os.environ, READY)
-        with _page_of(server, flags):
+        with _serve_page_for_flags(server, flags):
             server.run()
     except Exception:
         _log.exception("the server failed")
@@ -233,7 +233,7 @@ def _serve_until_signal(server: Server, flags: argparse.Namespace, announce: Cal
 
 
 @contextmanager
-def _page_of(server: Server, flags: argparse.Namespace) -> Iterator[None]:
+def _serve_page_for_flags(server: Server, flags: argparse.Namespace) -> Iterator[None]:
     """Serve a status page from another process, if --http is given; a thread of this process would delay sums."""
     if not flags.http:
         yield
@@ -275,21 +275,21 @@ def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
             parser.error(
                 f"--http {flags.http} can be reached from other hosts; add --allow-public-bind if they may see it"
             )
-    if flags.ready_fd is not None and (problem := _problem_with(flags.ready_fd)) is not None:
+    if flags.ready_fd is not None and (problem := _ready_fd_flag_problem(flags.ready_fd)) is not None:
         parser.error(f"--ready-fd {flags.ready_fd} {problem}")
-    if not (flags.allow_public_bind or _listens_here(flags.bind)):
+    if not (flags.allow_public_bind or _is_bind_flag_local(flags.bind)):
         parser.error(
             f"--bind {flags.bind} can be reached from other hosts; add --allow-public-bind on a trusted network"
         )
 
 
-def _listens_here(bind: str) -> bool:
+def _is_bind_flag_local(bind: str) -> bool:
     """Return whether an address of the accepted form can be reached only from this host."""
     address = _ADDRESS.fullmatch(bind)
     return address is not None and check.is_loopback(address["host"])
 
 
-def _problem_with(ready_fd: int) -> str | None:
+def _ready_fd_flag_problem(ready_fd: int) -> str | None:
     """Return why a file descriptor cannot be written to; None if it can."""
     try:
         mode = fcntl.fcntl(ready_fd, fcntl.F_GETFL) & os.O_ACCMODE

@@ -138,7 +138,7 @@ class Codec(ABC):
                 total = np.add(kept[start:end], given[start:end], sums[start:end])
                 if not self._quantise(total, codes, spare[: end - start]):
                     np.add(kept[start:end], given[start:end], total)
-                    _check_finite(total, grad, start)
+                    _check_finite_before_encoding(total, grad, start)
                     bounded = np.clip(total, -self.largest, self.largest)
                     beyond = total - bounded
                     self._quantise(bounded, codes, spare[: end - start])
@@ -220,7 +220,7 @@ class Codec(ABC):
         self._memory[kind] = spare
 
 
-def _check_finite(total: Numbers, grad: Tensor, start: int) -> None:
+def _check_finite_before_encoding(total: Numbers, grad: Tensor, start: int) -> None:
     wrong = np.flatnonzero(~np.isfinite(total))
     if len(wrong):
         at = start + int(wrong[0])
@@ -231,7 +231,7 @@ def _check_finite(total: Numbers, grad: Tensor, start: int) -> None:
         )
 
 
-def _is_finite(left: Numbers) -> bool:
+def _is_residual_finite(left: Numbers) -> bool:
     """Return whether all elements are finite, by their sum: a sum is finite only if every element is."""
     return math.isfinite(torch.from_numpy(left).sum().item())
 
@@ -281,7 +281,7 @@ class HalfPrecision(Codec):
         rounded = torch.frombuffer(codes, dtype=self.wire)
         rounded.copy_(torch.from_numpy(total))
         torch.from_numpy(spare).copy_(rounded)
-        return _is_finite(np.subtract(total, spare, total))
+        return _is_residual_finite(np.subtract(total, spare, total))
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
         torch.from_numpy(values).copy_(torch.frombuffer(codes, dtype=self.wire))
@@ -323,29 +323,31 @@ class EightBit(Codec):
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
-        for part, scales, quantised in _split_units(total, codes, self.unit, 8):
+        for part, scales, quantised in _split_quantised_units(total, codes, self.unit, 8):
             scale = (np.maximum(part.max(1), -part.min(1)) / 127).astype(np.float32)[:, None]
             is_fine &= bool((scale <= self.largest / 127).all())
             scale[scale < _FLOAT32.tiny] = 0.0
             inverse = np.divide(1, scale, np.zeros_like(scale), where=scale > 0)
             whole = spare[: part.size].reshape(part.shape)
-            _scale_rows(part, inverse, whole)
+            _scale_quantised_rows(part, inverse, whole)
             np.rint(whole, whole)
             np.copyto(quantised.view(np.int8), whole, "unsafe")
             scales[:] = scale.view(np.uint8)
-            _scale_rows(whole, scale, whole)
+            _scale_quantised_rows(whole, scale, whole)
             np.subtract(part, whole, part)
         return is_fine
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        for part, scales, quantised in _split_units(values, codes, self.unit, 8):
+        for part, scales, quantised in _split_quantised_units(values, codes, self.unit, 8):
             part[:] = quantised.view(np.int8)
-            _scale_rows(part, _read_scales(scales), part)
+            _scale_quantised_rows(part, _read_quantised_scales(scales), part)
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
-        for _, scales, quantised in _split_units(_empty_of_length(numel), payload.numpy(), self.unit, 8):
-            scale = _read_scales(scales)
+        for _, scales, quantised in _split_quantised_units(
+            _empty_codec_array(numel), payload.numpy(), self.unit, 8
+        ):
+            scale = _read_quantised_scales(scales)
             if (
                 not ((scale >= 0) & (scale <= self.largest / 127)).all()
                 or quantised.view(np.int8).min() < -127
@@ -356,7 +358,7 @@ class EightBit(Codec):
                 )
 
 
-def _split_units(
+def _split_quantised_units(
     values: Numbers, codes: Bytes, unit: int, bits: int
 ) -> Iterator[tuple[Numbers, Bytes, Bytes]]:
     """Yield the complete units as one matrix, then the rest: values by unit, bytes of the scales, codes."""
@@ -369,16 +371,16 @@ def _split_units(
             yield part, rows[:, :4], rows[:, 4:]
 
 
-def _read_scales(scales: Bytes) -> NDArray[np.float32]:
+def _read_quantised_scales(scales: Bytes) -> NDArray[np.float32]:
     return scales.copy().view("<f4")
 
 
-def _empty_of_length(numel: int) -> Numbers:
+def _empty_codec_array(numel: int) -> Numbers:
     """Return an array that has the length `numel` but no memory, for its shape."""
     return np.broadcast_to(np.float32(0), numel)
 
 
-def _scale_rows(rows: Numbers, factors: Numbers, out: Numbers) -> None:
+def _scale_quantised_rows(rows: Numbers, factors: Numbers, out: Numbers) -> None:
     """Multiply each row by its factor; numpy takes three times as long."""
     torch.mul(torch.from_numpy(rows), torch.from_numpy(factors), out=torch.from_numpy(out))
 
@@ -407,7 +409,7 @@ class TwoBit(Codec):
         label = "compression '2bit': threshold"  # in float32
         threshold = check.number(label, self.threshold, _FLOAT32.tiny, _FLOAT32.max)
         object.__setattr__(self, "threshold", threshold)
-        object.__setattr__(self, "_tables", _build_tables((0.0, 0.0, -threshold, threshold)))
+        object.__setattr__(self, "_tables", _build_decode_tables((0.0, 0.0, -threshold, threshold)))
 
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return -(-numel // 4)
@@ -417,12 +419,12 @@ class TwoBit(Codec):
         flags[:, len(total) :] = False
         np.greater_equal(total, self.threshold, above[: len(total)])
         np.less_equal(total, -self.threshold, below[: len(total)])
-        codes[:] = _two_bits(above, below)
-        _look_up(self._tables[total.dtype.char], codes, spare)
-        return _is_finite(np.subtract(total, spare, total))
+        codes[:] = _pack_two_bit_codes(above, below)
+        _decode_by_table(self._tables[total.dtype.char], codes, spare)
+        return _is_residual_finite(np.subtract(total, spare, total))
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        _look_up(self._tables[values.dtype.char], codes, values)
+        _decode_by_table(self._tables[values.dtype.char], codes, values)
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
@@ -452,7 +454,7 @@ class Ternary(Codec):
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
-        for part, scales, quantised in _split_units(total, codes, self.unit, 2):
+        for part, scales, quantised in _split_quantised_units(total, codes, self.unit, 2):
             # 1. The threshold of each unit.
             values = np.abs(part, spare[: part.size].reshape(part.shape))
             sums = values.sum(1, keepdims=True)
@@ -463,32 +465,34 @@ class Ternary(Codec):
             flags[:, :, part.shape[1] :] = False
             np.greater(part, limit, above[:, : part.shape[1]])
             np.less(part, -limit, below[:, : part.shape[1]])
-            quantised[:] = _two_bits(above, below)
+            quantised[:] = _pack_two_bit_codes(above, below)
             self._signs(quantised, values)
             # 3. The scale is the mean magnitude of the elements sent.
             sent, count = (np.einsum("ij,ij->i", values, other)[:, None] for other in (part, values))
             scale = (sent / np.maximum(count, 1)).astype(np.float32)
             scales[:] = scale.view(np.uint8)
-            _scale_rows(values, scale, values)
+            _scale_quantised_rows(values, scale, values)
             np.subtract(part, values, part)
         return is_fine
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        for part, scales, quantised in _split_units(values, codes, self.unit, 2):
+        for part, scales, quantised in _split_quantised_units(values, codes, self.unit, 2):
             self._signs(quantised, part)
-            _scale_rows(part, _read_scales(scales), part)
+            _scale_quantised_rows(part, _read_quantised_scales(scales), part)
 
     def _signs(self, quantised: Bytes, values: Numbers) -> None:
         row = values.shape[1]
         if row % 4:
-            _look_up(_SIGNS[values.dtype.char], quantised[0], values[0])
+            _decode_by_table(_SIGNS[values.dtype.char], quantised[0], values[0])
         else:
-            _look_up(_SIGNS[values.dtype.char], quantised.reshape(-1), values.reshape(-1))
+            _decode_by_table(_SIGNS[values.dtype.char], quantised.reshape(-1), values.reshape(-1))
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
-        for _, scales, quantised in _split_units(_empty_of_length(numel), payload.numpy(), self.unit, 2):
-            scale = _read_scales(scales)
+        for _, scales, quantised in _split_quantised_units(
+            _empty_codec_array(numel), payload.numpy(), self.unit, 2
+        ):
+            scale = _read_quantised_scales(scales)
             if (
                 not ((scale >= 0) & (scale <= self.largest)).all()
                 or (quantised & ~(quantised >> 1) & 0x55).any()
@@ -518,21 +522,21 @@ class OneBit(Codec):
         label = "compression '1bit': threshold"  # in float32
         threshold = check.number(label, self.threshold, _FLOAT32.min, _FLOAT32.max)
         object.__setattr__(self, "threshold", threshold)
-        object.__setattr__(self, "_tables", _build_tables((-1.0, 1.0)))
+        object.__setattr__(self, "_tables", _build_decode_tables((-1.0, 1.0)))
 
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return -(-numel // 8)
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         codes[:] = np.packbits(total > self.threshold)
-        _look_up(self._tables[total.dtype.char], codes, spare)
-        return _is_finite(np.subtract(total, spare, total))
+        _decode_by_table(self._tables[total.dtype.char], codes, spare)
+        return _is_residual_finite(np.subtract(total, spare, total))
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        _look_up(self._tables[values.dtype.char], codes, values)
+        _decode_by_table(self._tables[values.dtype.char], codes, values)
 
 
-def _build_tables(values: Sequence[float]) -> Tables:
+def _build_decode_tables(values: Sequence[float]) -> Tables:
     """Return what each byte decodes to, if a code of as few bits as possible means `values[code]`."""
     width = (len(values) - 1).bit_length()
     shifts = np.arange(8 - width, -1, -width)
@@ -545,15 +549,15 @@ _SIDE_BY_SIDE = {code: np.uint32(code * 0x40100401 % 2**32) for code in (2, 3)}
 """Multiplying four bytes of 0 or 1, as one integer, by this puts the code for each 1 side by side into the highest
 byte.
 """
-_SIGNS = _build_tables((0.0, 0.0, -1.0, 1.0))
+_SIGNS = _build_decode_tables((0.0, 0.0, -1.0, 1.0))
 
 
-def _two_bits(above: NDArray[np.bool_], below: NDArray[np.bool_]) -> NDArray[Any]:
+def _pack_two_bit_codes(above: NDArray[np.bool_], below: NDArray[np.bool_]) -> NDArray[Any]:
     """Return the codes of four elements in each byte: 11 for those above, 10 for those below, otherwise 00."""
     return (above.view(_FOUR) * _SIDE_BY_SIDE[3] + below.view(_FOUR) * _SIDE_BY_SIDE[2]) >> 24
 
 
-def _look_up(table: NDArray[Any], codes: Bytes, values: Numbers) -> None:
+def _decode_by_table(table: NDArray[Any], codes: Bytes, values: Numbers) -> None:
     width = table.shape[1]
     whole = len(values) // width
     np.take(table, codes[:whole], 0, values[: whole * width].reshape(whole, width), "clip")
@@ -595,7 +599,7 @@ class TopK(Codec):
         # Without its sign bit, a float's bits compare as an integer in the order of magnitudes, NaNs largest.
         whole = np.dtype(f"i{total.itemsize}")
         magnitudes = np.bitwise_and(total.view(whole), np.iinfo(whole).max, spare.view(whole))
-        chosen = _find_largest(magnitudes, self._count(len(total)))
+        chosen = _find_topk_positions(magnitudes, self._count(len(total)))
         sent = total[chosen]
         codes[: sent.nbytes] = sent.view(np.uint8)
         codes[sent.nbytes :] = chosen.astype("<u2").view(np.uint8)
@@ -623,7 +627,7 @@ class TopK(Codec):
         return codes[:size].view(f"<f{dtype.itemsize}"), codes[size:].view("<u2")
 
 
-def _find_largest(magnitudes: NDArray[Any], count: int) -> NDArray[np.intp]:
+def _find_topk_positions(magnitudes: NDArray[Any], count: int) -> NDArray[np.intp]:
     """Return the positions of the `count` largest numbers, ascending; among equal ones the first."""
     near = np.arange(0)
     sample = magnitudes[::_SAMPLED]

@@ -52,7 +52,7 @@ def register(head: int) -> Callable[[_HandlerT], _HandlerT]:
     Raises:
         ConfigurationError: `head` is not a valid number.
     """
-    head = check_head(head)
+    head = check_command_head(head)
 
     def add(handler: _HandlerT) -> _HandlerT:
         if head in _handlers:
@@ -63,7 +63,7 @@ def register(head: int) -> Callable[[_HandlerT], _HandlerT]:
     return add
 
 
-def check_head(head: object) -> int:
+def check_command_head(head: object) -> int:
     """Return a valid number of a command, 0 … 2³¹ - 1. Raises ConfigurationError for anything else."""
     return check.integer("the head of a command", head, 0, (1 << 31) - 1)
 

@@ -58,11 +58,11 @@ class DebugLog:
             direction: "sent", "received", or "queued" if the peer is slow; it is then sent later.
             number: The number of the request, which its answers have, too.
         """
-        if _is_routine(peer, body):
+        if _is_routine_in_log(peer, body):
             return
         if isinstance(body, m.Hello):  # the server does not know its sender yet
             peer = peer if peer.namespace else Peer(f"worker:{body.rank}", body.namespace)
-        table, round_ = _table_of(body), _round_of(body)
+        table, round_ = _logged_table(body), _logged_round(body)
         if table != "-":
             self._requests[peer, number] = table, round_
             if len(self._requests) > _REQUESTS_KEPT:
@@ -71,10 +71,10 @@ class DebugLog:
             table, known = self._requests.get((peer, number), ("-", "-"))
             round_ = known if round_ == "-" else round_
         values = (
-            direction, type(body).__name__, peer.name, number, table, _slots_of(body), round_, _bytes_of(body),
-            _detail_of(body), _quote_name(peer.namespace),
+            direction, type(body).__name__, peer.name, number, table, _logged_slots(body), round_, _logged_bytes(body),
+            _logged_detail(body), _quote_logged_name(peer.namespace),
         )  # fmt: skip
-        self._logger.debug("message %s", _format_fields(MESSAGE_KEYS, values))
+        self._logger.debug("message %s", _format_log_fields(MESSAGE_KEYS, values))
 
     def round(
         self,
@@ -95,13 +95,15 @@ class DebugLog:
             waiting_for: Peers, as in messages.
             error: Why it failed; only the class is logged, because the exception has the text.
         """
-        shown = ",".join(map(_quote_name, names[:_LISTED])) + f",…({len(names)})" * (len(names) > _LISTED)
+        shown = ",".join(map(_quote_logged_name, names[:_LISTED])) + f",…({len(names)})" * (
+            len(names) > _LISTED
+        )
         waiting = ",".join(waiting_for)
         values = (
-            state, _format_ids(tables), _format_ids(rounds), "-" if rank is None else rank, waiting or "-",
-            "-" if error is None else type(error).__name__, _quote_name(namespace), shown or "-",
+            state, _format_logged_ids(tables), _format_logged_ids(rounds), "-" if rank is None else rank, waiting or
+            "-", "-" if error is None else type(error).__name__, _quote_logged_name(namespace), shown or "-",
         )  # fmt: skip
-        self._logger.debug("round %s", _format_fields(ROUND_KEYS, values))
+        self._logger.debug("round %s", _format_log_fields(ROUND_KEYS, values))
 
 
 def debug_log(name: str) -> DebugLog | None:
@@ -110,15 +112,15 @@ def debug_log(name: str) -> DebugLog | None:
     return DebugLog(logger) if logger.isEnabledFor(logging.DEBUG) else None
 
 
-def _format_fields(keys: Sequence[str], values: Sequence[object]) -> str:
+def _format_log_fields(keys: Sequence[str], values: Sequence[object]) -> str:
     return " ".join([f"{key}={value}" for key, value in zip(keys, values, strict=True)])
 
 
-def _quote_name(name: str | None) -> str:
+def _quote_logged_name(name: str | None) -> str:
     return "-" if name is None else json.dumps(name[:_LONGEST])
 
 
-def _format_ids(numbers: Iterable[int]) -> str:
+def _format_logged_ids(numbers: Iterable[int]) -> str:
     """Format distinct numbers in ascending order: a few individually, a contiguous range by its ends."""
     found = sorted(set(map(int, numbers)))
     if not found:
@@ -129,38 +131,38 @@ def _format_ids(numbers: Iterable[int]) -> str:
     return listed if len(found) <= _LISTED else f"{listed},…({len(found)})"
 
 
-def _is_routine(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
+def _is_routine_in_log(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
     if isinstance(body, m.Heartbeat | m.GetStatus):
         return True
     is_heartbeat = isinstance(body, m.Pending) and not body.why
     return is_heartbeat or (isinstance(body, m.Status) and peer.namespace is None)
 
 
-def _table_of(body: Any) -> str:
+def _logged_table(body: Any) -> str:
     if isinstance(body, m.Contribute):
-        return _format_ids(body.commits[:, 0].tolist())
+        return _format_logged_ids(body.commits[:, 0].tolist())
     if isinstance(body, m.Done):
-        return _format_ids(body.rounds[:, 0].tolist())
+        return _format_logged_ids(body.rounds[:, 0].tolist())
     if isinstance(body, m.Pull):
-        return _format_ids(body.tables)
+        return _format_logged_ids(body.tables)
     table = getattr(body, "table", -1)
     if isinstance(table, str):  # of a Register, before the table has a number
-        return _quote_name(table)
+        return _quote_logged_name(table)
     return "-" if table < 0 else str(table)
 
 
-def _round_of(body: Any) -> str:
+def _logged_round(body: Any) -> str:
     if isinstance(body, m.Contribute):
-        return _format_ids([*body.commits[:, 1].tolist(), *body.pushes[:, 1].tolist()])
+        return _format_logged_ids([*body.commits[:, 1].tolist(), *body.pushes[:, 1].tolist()])
     if isinstance(body, m.Done):
-        return _format_ids(body.rounds[:, 1].tolist())
+        return _format_logged_ids(body.rounds[:, 1].tolist())
     if isinstance(body, m.Registered):
         return str(body.next_round)
     round_ = getattr(body, "round", -1)
     return "-" if round_ < 0 else str(round_)
 
 
-def _slots_of(body: Any) -> str:
+def _logged_slots(body: Any) -> str:
     words: list[int] = []
     if isinstance(body, m.Contribute):
         words = body.pushes[:, 0].tolist()
@@ -168,7 +170,7 @@ def _slots_of(body: Any) -> str:
         words = [*body.parts[:, 0].tolist(), *body.locations[:, 0].tolist()]
     elif isinstance(body, m.Missing):
         words = list(body.slots)
-    return _format_ids(m.unpack_slot(word)[0] for word in words)
+    return _format_logged_ids(m.unpack_slot(word)[0] for word in words)
 
 
 _DATA: dict[type[Any], Callable[[Any], int]] = {
@@ -182,12 +184,12 @@ _DATA: dict[type[Any], Callable[[Any], int]] = {
 }
 
 
-def _bytes_of(body: Any) -> int:
+def _logged_bytes(body: Any) -> int:
     size = _DATA.get(type(body))
     return 0 if size is None else size(body)
 
 
-def _detail_of(body: Any) -> str:
+def _logged_detail(body: Any) -> str:
     """Return the most important detail of a message that says why something does not proceed."""
     if isinstance(body, m.Failed):
         return body.code if body.code.isidentifier() else "-"  # a peer may have written anything

@@ -41,7 +41,7 @@ _CREDENTIALS = struct.Struct("3i")
 _LONGEST_NAME = 255
 
 
-class Kept(NamedTuple):
+class KeptDescriptor(NamedTuple):
     """A descriptor that a store keeps."""
 
     name: str
@@ -61,7 +61,7 @@ class DescriptorStore:
     def __init__(self, limit: int = MAX_DESCRIPTORS, warn: Callable[[str], None] = lambda _: None) -> None:
         self._limit = limit
         self._warn = warn
-        self._kept: list[Kept] = []
+        self._kept: list[KeptDescriptor] = []
         self._has_warned = False
         self.is_ready = False
         """Whether the process has said that it has started."""
@@ -105,12 +105,12 @@ class DescriptorStore:
                 data, parts, flags, _ = self._socket.recvmsg(_LONGEST, space, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
-            pid, user, descriptors = _unpack(parts)
+            pid, user, descriptors = _unpack_descriptors(parts)
             is_whole = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-            if is_whole and user == os.getuid() and _is_in_group(pid, group):
-                self._obey(_fields(data), descriptors)
+            if is_whole and user == os.getuid() and _is_sender_in_group(pid, group):
+                self._obey(_parse_store_message(data), descriptors)
             else:
-                _close(descriptors)
+                _close_descriptors(descriptors)
 
     def close(self) -> None:
         """Close the socket and all that is kept."""
@@ -123,22 +123,22 @@ class DescriptorStore:
         if fields.get("READY") == "1":
             self.is_ready = True
         if fields.get("FDSTOREREMOVE") == "1":
-            _close(one.fd for one in self._kept if one.name == name)
+            _close_descriptors(one.fd for one in self._kept if one.name == name)
             self._kept = [one for one in self._kept if one.name != name]
         if fields.get("FDSTORE") == "1" and "FDSTOREREMOVE" not in fields:
             for fd in descriptors:
-                self._keep(name if _is_name(name) else "stored", fd)
+                self._keep(name if _is_descriptor_name(name) else "stored", fd)
         else:
-            _close(descriptors)
+            _close_descriptors(descriptors)
 
     def _keep(self, name: str, fd: int) -> None:
         """Keep a descriptor, unless the store is full or has one of the same file, whose name stays as it was."""
-        file = _file_of(fd)
+        file = _file_of_descriptor(fd)
         is_full = len(self._kept) >= self._limit
         if is_full or (file is not None and any(one.file == file for one in self._kept)):
             os.close(fd)
         else:
-            self._kept.append(Kept(name, fd, file))
+            self._kept.append(KeptDescriptor(name, fd, file))
         if is_full and not self._has_warned:
             self._has_warned = True
             self._warn(
@@ -147,7 +147,7 @@ class DescriptorStore:
             )
 
 
-def _unpack(parts: Iterable[tuple[int, int, bytes]]) -> tuple[int, int, list[int]]:
+def _unpack_descriptors(parts: Iterable[tuple[int, int, bytes]]) -> tuple[int, int, list[int]]:
     """Return pid and user of a datagram's sender (-1 if unknown), and its descriptors."""
     pid, user, descriptors = -1, -1, array.array("i")
     for level, kind, data in parts:
@@ -158,28 +158,28 @@ def _unpack(parts: Iterable[tuple[int, int, bytes]]) -> tuple[int, int, list[int
     return pid, user, descriptors.tolist()
 
 
-def _is_in_group(pid: int, group: int) -> bool:
+def _is_sender_in_group(pid: int, group: int) -> bool:
     try:
         return pid > 0 and os.getpgid(pid) == group
     except ProcessLookupError:
         return False
 
 
-def _fields(data: bytes) -> dict[str, str]:
+def _parse_store_message(data: bytes) -> dict[str, str]:
     """Return the assignments of a datagram; lines that are none are ignored."""
     lines = [line.partition("=") for line in data.decode(errors="replace").split("\n")]
     return {name: value for name, equals, value in lines if equals}
 
 
-def _is_name(text: str) -> bool:
+def _is_descriptor_name(text: str) -> bool:
     return 0 < len(text) <= _LONGEST_NAME and text.isascii() and text.isprintable() and ":" not in text
 
 
-def _file_of(fd: int) -> tuple[int, int] | None:
+def _file_of_descriptor(fd: int) -> tuple[int, int] | None:
     found = os.fstat(fd)
     return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
 
 
-def _close(descriptors: Iterable[int]) -> None:
+def _close_descriptors(descriptors: Iterable[int]) -> None:
     for fd in descriptors:
         os.close(fd)

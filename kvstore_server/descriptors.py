@@ -27,12 +27,12 @@ def check_descriptors(needed: int, what: str) -> None:
             return  # unknown on this system
         num_open = limit
     if limit != resource.RLIM_INFINITY and num_open + needed > limit:
-        raise too_many_open(
+        raise too_many_descriptors_error(
             f"{what} opens about {needed} files, and this process has {num_open} of {limit} open"
         )
 
 
-def too_many_open(what: str) -> ConfigurationError:
+def too_many_descriptors_error(what: str) -> ConfigurationError:
     return ConfigurationError(
         f"{what}; raise the limit (ulimit -Hn, LimitNOFILE=), or close files that are not used"
     )

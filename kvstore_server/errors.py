@@ -161,7 +161,7 @@ _LONGEST = 4000
 """The longest text of an error on the wire, in characters; a user's exception may have any length."""
 
 
-def similar(name: str, known: Iterable[str]) -> list[str]:
+def similar_names(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names that a wrong one may have been meant to be, best first; case does not matter."""
     by_case = {one.casefold(): one for one in known}
     return [by_case[found] for found in difflib.get_close_matches(name.casefold(), by_case)]
@@ -171,7 +171,7 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     """Return the end of a message about wrong names: a question with similar names, or nothing."""
     names, right = [given] if isinstance(given, str) else given, list(known)
     wrong = [one for one in names if isinstance(one, str)] if isinstance(names, Iterable) else []
-    near = list(dict.fromkeys(found for one in wrong for found in similar(one, right)))
+    near = list(dict.fromkeys(found for one in wrong for found in similar_names(one, right)))
     return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

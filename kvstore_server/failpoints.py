@@ -9,10 +9,10 @@ KVSTORE_FAILPOINT arms some of them, separated by commas: NAME[@INDEX][:N][=ACTI
 A process counts how often it has reached a point, from 1 at its start. So a process that is started again would fire
 again; with KVSTORE_FAILPOINT_DIR=DIR each entry fires once, in whichever process comes first, and leaves a file there.
 
-`failpoint` is called where a name stands in the code. The points are armed once, by `arm`, where a process starts to
-take part in a job; until then, and without the variable, a call is a test of one global name. That is the only state:
-an argument through every constructor from the command line down to one update would be more code than all points.
-Points are placed where a crash leaves something half done, and each name stands in the code once.
+`failpoint` is called where a name stands in the code. The points are armed once, by `arm_failpoints`, where a process
+starts to take part in a job; until then, and without the variable, a call is a test of one global name. That is the
+only state: an argument through every constructor from the command line down to one update would be more code than all
+points. Points are placed where a crash leaves something half done, and each name stands in the code once.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _ENTRY = re.compile(
 
 
 @dataclass(frozen=True)
-class ArmedPoint:
+class ArmedFailpoint:
     """One armed point.
 
     Attributes:
@@ -130,12 +130,12 @@ class ArmedPoint:
         return f"{self.name}{place}:{self.nth}={self.action}"
 
 
-def parse(text: str) -> list[ArmedPoint]:
+def parse_failpoints(text: str) -> list[ArmedFailpoint]:
     """Return the entries of KVSTORE_FAILPOINT. Raises ConfigurationError, with all names for one that is unknown."""
-    return [_parse_entry(one.strip()) for one in text.split(",") if one.strip()]
+    return [_parse_failpoint(one.strip()) for one in text.split(",") if one.strip()]
 
 
-def _parse_entry(text: str) -> ArmedPoint:
+def _parse_failpoint(text: str) -> ArmedFailpoint:
     match = _ENTRY.fullmatch(text)
     if match is None:
         raise ConfigurationError(
@@ -158,7 +158,7 @@ def _parse_entry(text: str) -> ArmedPoint:
         )
     if nth < 1:
         raise ConfigurationError(f"{FAILPOINT}: {text!r:.80} counts from 1")
-    return ArmedPoint(name, None if index is None else int(index), nth, action)
+    return ArmedFailpoint(name, None if index is None else int(index), nth, action)
 
 
 class Failpoints:
@@ -169,7 +169,7 @@ class Failpoints:
         once: Where each entry that fires leaves a file; one whose file is there does not fire. None: no such place.
     """
 
-    def __init__(self, entries: list[ArmedPoint], once: Path | None = None) -> None:
+    def __init__(self, entries: list[ArmedFailpoint], once: Path | None = None) -> None:
         self._entries = entries
         self._once = once
         self._reached: Counter[str] = Counter()
@@ -181,7 +181,7 @@ class Failpoints:
             if entry.name == name and entry.nth == self._reached[name] and self._may_fire(entry):
                 ACTIONS[entry.action](name)
 
-    def _may_fire(self, entry: ArmedPoint) -> bool:
+    def _may_fire(self, entry: ArmedFailpoint) -> bool:
         if self._once is None:
             return True
         try:
@@ -192,23 +192,28 @@ class Failpoints:
         return True
 
 
-def _kill(name: str) -> None:
+def _kill_at_failpoint(name: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stop(name: str) -> None:
+def _stop_at_failpoint(name: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _sleep(name: str) -> None:
+def _sleep_at_failpoint(name: str) -> None:
     time.sleep(PAUSE)
 
 
-def _raise(name: str) -> None:
+def _raise_at_failpoint(name: str) -> None:
     raise KVStoreError(f"the failpoint {name} was reached, and {FAILPOINT} says that it raises")
 
 
-ACTIONS = {"kill": _kill, "stop": _stop, "sleep": _sleep, "raise": _raise}
+ACTIONS = {
+    "kill": _kill_at_failpoint,
+    "stop": _stop_at_failpoint,
+    "sleep": _sleep_at_failpoint,
+    "raise": _raise_at_failpoint,
+}
 """SIGKILL or SIGSTOP to this process; a pause of PAUSE seconds, in which sockets send what they have; an error."""
 
 _armed: Failpoints | None = None
@@ -216,7 +221,7 @@ _armed_by: tuple[str, str, str, int] | None = None
 """What `_armed` was made from, so that a second store of a process goes on counting."""
 
 
-def arm(environ: Mapping[str, str], role: str, index: int) -> None:
+def arm_failpoints(environ: Mapping[str, str], role: str, index: int) -> None:
     """Arm the points of this process as the environment says; called where a server or a worker starts.
 
     Args:
@@ -233,7 +238,11 @@ def arm(environ: Mapping[str, str], role: str, index: int) -> None:
         return
     if folder and not Path(folder).is_dir():
         raise ConfigurationError(f"{FAILPOINT_DIR}: {folder!r} is not a directory")
-    own = [one for one in parse(text) if one.name.startswith(f"{role}.") and one.index in (None, index)]
+    own = [
+        one
+        for one in parse_failpoints(text)
+        if one.name.startswith(f"{role}.") and one.index in (None, index)
+    ]
     _armed = Failpoints(own, Path(folder) if folder else None) if own else None
     _armed_by = made_from
 

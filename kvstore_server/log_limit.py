@@ -34,7 +34,7 @@ def limited_log() -> Iterator[None]:
 
 
 @dataclass
-class _Place:
+class _LogPlace:
     since: float
     lines: int = 0
     left_out: int = 0
@@ -54,14 +54,14 @@ class LogLimit(logging.Filter):
         self._lines = lines
         self._seconds = seconds
         self._clock = clock
-        self._places: dict[tuple[str, int], _Place] = {}
+        self._places: dict[tuple[str, int], _LogPlace] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Pass a line, or suppress and count it; the next line that passes says how many were suppressed."""
         if not record.name.startswith(__package__ or "") or record.levelno <= logging.DEBUG:
             return True
         now = self._clock()
-        place = self._places.setdefault((record.pathname, record.lineno), _Place(now))
+        place = self._places.setdefault((record.pathname, record.lineno), _LogPlace(now))
         if now - place.since >= self._seconds:
             place.since, place.lines = now, 0
         place.lines += 1

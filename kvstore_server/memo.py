@@ -30,7 +30,7 @@ class BoundedCache(Generic[T]):
         if found is None:
             found = make(*named)
             # A few tables can have very many slots, so count contents instead of entries.
-            size = _count_numbers(key) + _count_numbers(found)
+            size = _count_cached_numbers(key) + _count_cached_numbers(found)
             if self._size + size > _REMEMBERED + _REMEMBERED_PER_SLOT * len(self._slots):
                 self._known.clear()
                 self._size = 0
@@ -39,7 +39,7 @@ class BoundedCache(Generic[T]):
         return found
 
 
-def _count_numbers(value: Any) -> int:
+def _count_cached_numbers(value: Any) -> int:
     if isinstance(value, np.ndarray | bytes):
         return value.size if isinstance(value, np.ndarray) else len(value) // 8
-    return sum(map(_count_numbers, value)) if isinstance(value, tuple | list | frozenset) else 1
+    return sum(map(_count_cached_numbers, value)) if isinstance(value, tuple | list | frozenset) else 1

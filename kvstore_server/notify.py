@@ -11,13 +11,13 @@ READY = "READY=1"
 """The process has started."""
 
 
-def supervisor_address(environ: Mapping[str, str]) -> str | None:
+def notify_socket_address(environ: Mapping[str, str]) -> str | None:
     """Return where the supervisor of a process listens: a path, or an abstract name after "@"; None if it has none."""
     address = environ.get(NOTIFY_SOCKET, "")
     return address if address.startswith(("/", "@")) else None
 
 
-def connect(address: str, timeout: float | None = None) -> socket.socket:
+def connect_notify_socket(address: str, timeout: float | None = None) -> socket.socket:
     """Return a socket to a supervisor; raises OSError if nothing listens there."""
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     sender.settimeout(timeout)
@@ -29,7 +29,7 @@ def connect(address: str, timeout: float | None = None) -> socket.socket:
     return sender
 
 
-def send(sender: socket.socket, message: str, descriptors: Sequence[int] = ()) -> None:
+def send_notification(sender: socket.socket, message: str, descriptors: Sequence[int] = ()) -> None:
     """Send assignments, one on each line, and at most 253 descriptors, in one datagram."""
     if descriptors:
         socket.send_fds(sender, [message.encode()], list(descriptors))
@@ -53,9 +53,9 @@ def notify(environ: Mapping[str, str], message: str, descriptors: Sequence[int] 
     Raises:
         OSError: The socket cannot be reached.
     """
-    address = supervisor_address(environ)
+    address = notify_socket_address(environ)
     if address is None:
         return False
-    with connect(address) as sender:
-        send(sender, message, descriptors)
+    with connect_notify_socket(address) as sender:
+        send_notification(sender, message, descriptors)
     return True

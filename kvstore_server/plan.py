@@ -1,8 +1,8 @@
 """The plan: where every element of every key is stored, a pure function of names, shapes, dtypes and topology.
 
 Keys of one dtype share one flat arena. It is cut into slices, the unit of transfer, summation, update and placement: a
-slice contains several small keys (a bucket) or one piece of a big key. `make_plan` lays the arenas out with `_Arena`,
-and `_place_slices` assigns slices to servers, largest first to the least loaded.
+slice contains several small keys (a bucket) or one piece of a big key. `make_plan` lays the arenas out with
+`_PlanArena`, and `_place_slices` assigns slices to servers, largest first to the least loaded.
 
 Row-sparse keys come last in their arena, each in slices of its own, over which its rows are interleaved; workers hold
 the arena without them. `RowPlaces` and `RowBlock` translate row ids of a key to rows on a server and back. A row group
@@ -252,7 +252,7 @@ class RowPlaces(NamedTuple):
         return places, order
 
 
-class _Arena:
+class _PlanArena:
     """Fills the arena of one dtype: buckets of small keys, then big keys, then row-sparse ones."""
 
     def __init__(self, dtype: str, piece_bytes: int, first: int) -> None:
@@ -461,7 +461,7 @@ class Plan:
         """Return where the rows of a key (by index) are; no blocks if slices do not contain whole rows. Cached."""
         found = self._rows.get(key)
         if found is None:
-            found = self._rows[key] = _row_places(self, (key,))
+            found = self._rows[key] = _plan_row_places(self, (key,))
         return found
 
     def joined_rows(self, key: int) -> RowPlaces:
@@ -469,7 +469,7 @@ class Plan:
         found = self._joined.get(key)
         if found is None:
             group = self.row_groups.get(key, (key,))
-            found = self._joined[key] = _row_places(self, group[group.index(key) :])
+            found = self._joined[key] = _plan_row_places(self, group[group.index(key) :])
         return found
 
     @cached_property
@@ -502,7 +502,7 @@ def group_slices(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, .
     return {number: tuple(pieces) for number, pieces in found.items()}
 
 
-def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
+def _plan_row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
     # 1. The pieces of all keys, and how many rows each has.
     key, width = keys[0], max(row_numel(plan.specs[keys[0]]), 1)
     pieces = tuple([slice_ for key in keys for slice_ in plan.slices_with(key)])
@@ -529,11 +529,11 @@ def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
         blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most)
     # 3. The bounds of keys, and their interleaving.
     bounds = list(accumulate([plan.specs[key].numel // width for key in keys[:-1]], initial=0))
-    round_robins = tuple([_round_robin(plan, key) for key in keys])
+    round_robins = tuple([_plan_round_robin(plan, key) for key in keys])
     return RowPlaces(pieces, position, starts, servers, shifts, blocks, width, keys, bounds, round_robins)
 
 
-def _round_robin(plan: Plan, key: int) -> RoundRobin:
+def _plan_round_robin(plan: Plan, key: int) -> RoundRobin:
     """Return how the rows of a key are interleaved: only row-sparse keys of a store that may cut keys are."""
     if plan.whole_keys or not plan.specs[key].row_sparse:
         return RoundRobin(1, 0)
@@ -569,7 +569,7 @@ def make_plan(
     key_offsets = [0] * len(specs)
     # 2. Fill one arena for each dtype: small keys, big keys, row-sparse keys.
     for dtype in sorted(set(dtypes)):
-        layout = _Arena(dtype, piece_bytes, len(drafts))
+        layout = _PlanArena(dtype, piece_bytes, len(drafts))
         least_big = -(-piece_bytes // SIZES[dtype])
         own = [i for i, name in enumerate(dtypes) if name == dtype]
         resident = [i for i in own if not are_sparse[i]]
@@ -596,8 +596,8 @@ def check_same(
         b = theirs[i] if i < len(theirs) else None
         if a != b:
             raise PlanMismatchError(
-                f"workers have different models: key {i} is {_describe_spec(b)} on {who_theirs} but "
-                f"{_describe_spec(a)} on {who_mine}; build the same model, in the same order, on every worker"
+                f"workers have different models: key {i} is {_describe_tensor_spec(b)} on {who_theirs} but "
+                f"{_describe_tensor_spec(a)} on {who_mine}; build the same model, in the same order, on every worker"
             )
 
 
@@ -624,7 +624,7 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, allow_integers: b
             if spec.shape in impossible:
                 raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
     for spec in compress(specs, are_sparse):
-        _check_rows(spec)
+        _check_planned_rows(spec)
 
 
 def check_name(what: str, name: str) -> None:
@@ -634,7 +634,7 @@ def check_name(what: str, name: str) -> None:
         )
 
 
-def _check_rows(spec: TensorSpec) -> None:
+def _check_planned_rows(spec: TensorSpec) -> None:
     if not spec.shape:
         raise ConfigurationError(f"key {spec.key!r} is row-sparse, but it has no dimensions and so no rows")
     size = ITEM_SIZE[spec.dtype]
@@ -645,7 +645,7 @@ def _check_rows(spec: TensorSpec) -> None:
         )
 
 
-def _describe_spec(spec: TensorSpec | None) -> str:
+def _describe_tensor_spec(spec: TensorSpec | None) -> str:
     if spec is None:
         return "missing"
     kind = "row-sparse " if spec.row_sparse else ""

@@ -32,7 +32,7 @@ MAX_FRAME = 1024 * 1024 + 64 * 1024
 """The largest frame of an answer."""
 
 
-def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | None]:
+def probe_servers(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | None]:
     """Query the status of servers without a session; blocks up to `timeout` seconds.
 
     Returns the status of each (see `kvstore_server.engine.facts`); None for one that did not answer in time.
@@ -43,33 +43,33 @@ def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | N
     """
     deadline = time.monotonic() + timeout
     with zmq.Context() as context:
-        sockets = [_open_socket(context, address) for address in addresses]
+        sockets = [_open_probe_socket(context, address) for address in addresses]
         try:
             found: list[Mapping[str, Any] | None] = []
             for socket in sockets:
                 has_answered = socket.poll(max(0, int(1000 * (deadline - time.monotonic()))))
-                found.append(facts_in(socket.recv_multipart()) if has_answered else None)
+                found.append(facts_in_probe_answer(socket.recv_multipart()) if has_answered else None)
         finally:
             for socket in sockets:
                 socket.close()
     return found
 
 
-def _open_socket(context: Any, address: str) -> Any:
+def _open_probe_socket(context: Any, address: str) -> Any:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.connect(address)
-    socket.send_multipart(question())
+    socket.send_multipart(probe_question())
     return socket
 
 
-def question() -> list[bytes]:
+def probe_question() -> list[bytes]:
     return [HEADER.pack(b"KV", PROTOCOL_VERSION, LOOK, 0, 1, 0) + msgpack.packb([])]
 
 
-def facts_in(frames: Sequence[bytes]) -> Mapping[str, Any]:
+def facts_in_probe_answer(frames: Sequence[bytes]) -> Mapping[str, Any]:
     """Return the status in a server's answer. Raises like `look`."""
     message = b"".join(frames)
     if len(message) < HEADER.size or message[:2] != b"KV":
@@ -92,10 +92,10 @@ def facts_in(frames: Sequence[bytes]) -> Mapping[str, Any]:
     raise ProtocolError(f"a server does not answer with {values!r:.80} in a message of kind {kind}")
 
 
-def ask(address: str, seconds: float) -> str:
+def probe_server(address: str, seconds: float) -> str:
     """Return why the server at an address does not serve; empty if it does. Blocks up to `seconds` seconds."""
     try:
-        [facts] = look([address], seconds)
+        [facts] = probe_servers([address], seconds)
     except KVStoreError as error:
         return str(error)
     return f"no answer within {seconds:g} s" if facts is None else ""
@@ -109,25 +109,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kvstore_server.probe", description="Ask one server whether it answers."
     )
-    parser.add_argument("server", type=_parse_address, help="tcp://HOST:PORT")
+    parser.add_argument("server", type=_parse_probed_address, help="tcp://HOST:PORT")
     parser.add_argument(
-        "--timeout", type=_parse_seconds, default=5.0, help="seconds to wait for the answer (%(default)g)"
+        "--timeout",
+        type=_parse_probe_seconds,
+        default=5.0,
+        help="seconds to wait for the answer (%(default)g)",
     )
     options = parser.parse_args(argv)
-    problem = ask(options.server, options.timeout)
+    problem = probe_server(options.server, options.timeout)
     if problem:
         print(f"{options.server}: {problem}", file=sys.stderr)
     return 1 if problem else 0
 
 
-def _parse_address(text: str) -> str:
+def _parse_probed_address(text: str) -> str:
     found = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):([0-9]{1,5})", text)
     if found is None or not 1 <= int(found[2]) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not tcp://HOST:PORT")
     return text
 
 
-def _parse_seconds(text: str) -> float:
+def _parse_probe_seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 to 3600")

@@ -23,7 +23,7 @@ CRASH_LOOP = 10
 """This many deaths in a row, with no steady life between them, are a crash loop."""
 
 
-def is_final(code: int) -> bool:
+def is_restart_useless(code: int) -> bool:
     """Return whether a process that ended with an exit code has nothing left to do here."""
     return code in (0, REPLACED)
 

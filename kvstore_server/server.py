@@ -7,7 +7,7 @@ are the only ones that know ZeroMQ.
 
 Invariants:
 
-- Sends never block. What a peer does not accept is queued in its `Backlog`, so a stopped worker delays no other.
+- Sends never block. What a peer does not accept is queued in its `ReplyBacklog`, so a stopped worker delays no other.
 - Queued weights are not copied. `Leases` records them, and the service does not write weights that are leased.
 - No peer gets all of the server's time or memory: turns, frames and the backlog are bounded.
 - If the server itself was stopped for a while, silent workers are not blamed for it (`reset_liveness`).
@@ -33,9 +33,9 @@ import zmq
 from torch import Tensor
 
 from kvstore_server.debug_log import Peer, debug_log
-from kvstore_server.durable.fd_store import NotifySocket, inherited_descriptors, notify_address
+from kvstore_server.durable.fd_store import SupervisorFdStore, descriptors_from_fd_store, fd_store_address
 from kvstore_server.durable.snapshot_folder import SnapshotFolder
-from kvstore_server.engine.durability import Durability, Head, Stored, read_stored
+from kvstore_server.engine.durability import Durability, DurabilityContents, Head, read_durability
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
@@ -50,15 +50,15 @@ from kvstore_server.protocol.frames import (
     SENT_ALONE,
     Frame,
     LongMessage,
-    decode,
+    decode_frames,
     divided,
-    encode,
-    encode_parts,
+    encode_frames,
+    encode_frames_and_payloads,
 )
 from kvstore_server.protocol.rows import PACKED_ROWS
 from kvstore_server.shard.shard import Leases
-from kvstore_server.transport.channel import Listener
-from kvstore_server.transport.tcp import prepare
+from kvstore_server.transport.channel import ChannelListener
+from kvstore_server.transport.tcp import prepare_tcp_socket
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def make_server(
         RecoveryError: What was left is damaged, is of another server, or cannot be kept further.
     """
     # 1. What an earlier process has left, and the directory of snapshots.
-    config, options, durability, stored = _open_durability(
+    config, options, durability, stored = _open_server_durability(
         config, options, {} if environ is None else environ
     )
     folder = None
@@ -161,7 +161,9 @@ def make_server(
     engine = Engine(config, leases, clock, durability=durability, snapshots=snapshots)
     engine.budget.available = available_memory
     try:
-        listener = Listener(config.run_id, engine.is_session, engine.budget, leases, engine.check_processes)
+        listener = ChannelListener(
+            config.run_id, engine.is_session, engine.budget, leases, engine.check_processes
+        )
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
@@ -184,9 +186,9 @@ def make_server(
     return server
 
 
-def _open_durability(
+def _open_server_durability(
     config: EngineConfig, options: ServerOptions, environ: MutableMapping[str, str]
-) -> tuple[EngineConfig, ServerOptions, Durability | None, Stored | None]:
+) -> tuple[EngineConfig, ServerOptions, Durability | None, DurabilityContents | None]:
     """Read what an earlier process has left with the supervisor, and let this one store what it does.
 
     Returns the configuration and options with which the server continues. Without durability, or without a supervisor,
@@ -194,8 +196,8 @@ def _open_durability(
     """
     if options.durability != PROCESS:
         return config, options, None, None
-    kept = inherited_descriptors(environ, os.getpid())
-    address = notify_address(environ)
+    kept = descriptors_from_fd_store(environ, os.getpid())
+    address = fd_store_address(environ)
     if address is None:
         _log.warning(
             "nothing holds this server's memory when it ends (no NOTIFY_SOCKET and FDSTORE in the environment), so "
@@ -203,8 +205,8 @@ def _open_durability(
             "newer with FileDescriptorStoreMax="
         )
         return config, options, None, None
-    stored = read_stored(kept)
-    durability = Durability(NotifySocket(*address, [one.name for one in kept]), stored)
+    stored = read_durability(kept)
+    durability = Durability(SupervisorFdStore(*address, [one.name for one in kept]), stored)
     config = replace(config, restart_timeout=options.restart_timeout)
     if stored is not None:
         stored.head.check(config.server, config.num_servers, config.capability)
@@ -231,7 +233,7 @@ class Server:
         options: ServerOptions,
         leases: Leases | None = None,
         clock: Callable[[], float] = time.monotonic,
-        listener: Listener | None = None,
+        listener: ChannelListener | None = None,
         name_of: Callable[[bytes], Peer] = lambda _: Peer(),
     ) -> None:
         # 1. What is served, and to whom.
@@ -246,7 +248,7 @@ class Server:
         """The debug log for messages; None unless that logger shows debug lines."""
         self._name_of = name_of
         # 2. Outgoing: what is queued, and how much this turn may still send.
-        self._backlog: dict[bytes, Backlog] = {}
+        self._backlog: dict[bytes, ReplyBacklog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
         self._copies: dict[tuple[int, int], tuple[Tensor, zmq.Frame]] = {}
@@ -363,7 +365,7 @@ class Server:
         socket.setsockopt(zmq.RCVHWM, 1000)
         socket.setsockopt(zmq.SNDHWM, 32)  # copies, of up to 1 MiB each
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-        prepare(socket, self._options.bind)
+        prepare_tcp_socket(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
     def _receive(self) -> None:
@@ -392,7 +394,9 @@ class Server:
         """Let the service answer a message of the socket or of shared memory; send or queue the replies."""
         nbytes = message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
         try:
-            request = m.Request(*(message.decode() if isinstance(message, LongMessage) else decode(message)))
+            request = m.Request(
+                *(message.decode() if isinstance(message, LongMessage) else decode_frames(message))
+            )
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
             self._refused += nbytes
@@ -433,13 +437,15 @@ class Server:
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         """Send replies, or queue them: for a slow peer, behind other replies, or because this turn has sent enough."""
         self._copies.clear()
-        for peer, reply in packed(self._without_queued(replies) if self._backlog else replies, self._portion):
+        for peer, reply in pack_replies(
+            self._without_queued(replies) if self._backlog else replies, self._portion
+        ):
             waiting = self._backlog.get(peer)
             if waiting is None:
                 if self._budget > 0 and self._try_send(peer, reply) is not _Sent.LATER:
                     continue
-                waiting = self._backlog[peer] = Backlog()
-            for payload in _payloads_of(reply):
+                waiting = self._backlog[peer] = ReplyBacklog()
+            for payload in _reply_payloads(reply):
                 self._leases.hold(payload)
             waiting.append(reply)
             if self._debug_log is not None:
@@ -464,7 +470,7 @@ class Server:
         channel = self._channels.get(peer)
         return MAX_PAYLOAD if channel is None else channel.portion
 
-    def _try_send(self, peer: bytes, reply: m.Reply, waiting: Backlog | None = None) -> _Sent:
+    def _try_send(self, peer: bytes, reply: m.Reply, waiting: ReplyBacklog | None = None) -> _Sent:
         """Try to send one reply, which may be the oldest of `waiting`."""
         body = reply.body
         channel = None if isinstance(body, m.SliceState) else self._channels.get(peer)
@@ -476,12 +482,12 @@ class Server:
                     and not channel.show(body.locations[:, 2])
                 ):
                     return _Sent.LATER
-                head, payloads = encode_parts(reply)
+                head, payloads = encode_frames_and_payloads(reply)
                 if not channel.send(head, payloads, isinstance(body, m.Weights) and body.zero_copy):
                     return _Sent.LATER
             else:
-                frames = encode(reply) if waiting is None else waiting.frames()
-                self._hand_over(peer, frames, _payloads_of(reply))
+                frames = encode_frames(reply) if waiting is None else waiting.frames()
+                self._hand_over(peer, frames, _reply_payloads(reply))
         except zmq.Again:
             return _Sent.LATER
         except zmq.ZMQError as error:
@@ -496,7 +502,7 @@ class Server:
                 raise
             self._listener.drop(peer)  # the worker closed it; it may have others
             return _Sent.LATER
-        self._budget -= _size_of(reply)
+        self._budget -= _reply_size(reply)
         if self._debug_log is not None:
             self._debug_log.message("sent", self._name_of(peer), reply.number, body)
         return _Sent.NOW
@@ -541,7 +547,7 @@ class Server:
         if sent is _Sent.NEVER:
             self._drop_backlog(peer)
             return False
-        for payload in _payloads_of(waiting.popleft()):
+        for payload in _reply_payloads(waiting.popleft()):
             self._leases.release(payload)
         del self._backlog[peer]
         if waiting.replies:
@@ -550,7 +556,7 @@ class Server:
 
     def _drop_backlog(self, peer: bytes) -> None:
         for reply in self._backlog.pop(peer).replies:
-            for payload in _payloads_of(reply):
+            for payload in _reply_payloads(reply):
                 self._leases.release(payload)
 
 
@@ -563,7 +569,7 @@ class _Sent(Enum):
 
 
 @dataclass
-class Backlog:
+class ReplyBacklog:
     """Replies queued for one peer, oldest first. Each is encoded when it is about to be sent."""
 
     replies: deque[m.Reply] = field(default_factory=deque)
@@ -578,7 +584,7 @@ class Backlog:
 
     def append(self, reply: m.Reply) -> None:
         self.replies.append(reply)
-        self.nbytes += _size_of(reply)
+        self.nbytes += _reply_size(reply)
         self._coming.update(_reply_keys(reply))
 
     def divide(self, most: int) -> None:
@@ -593,12 +599,12 @@ class Backlog:
 
     def frames(self) -> Sequence[Any]:
         if self._frames is None:
-            self._frames = encode(self.replies[0])
+            self._frames = encode_frames(self.replies[0])
         return self._frames
 
     def popleft(self) -> m.Reply:
         reply, self._frames = self.replies.popleft(), None
-        self.nbytes -= _size_of(reply)
+        self.nbytes -= _reply_size(reply)
         self._coming.difference_update(_reply_keys(reply))
         return reply
 
@@ -612,11 +618,11 @@ class Backlog:
         return m.Reply(reply.number, m.Weights(parts, payloads, zero_copy, reply.body.locations))
 
 
-def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
+def _reply_payloads(reply: m.Reply) -> Sequence[Tensor]:
     return reply.body.payloads if isinstance(reply.body, m.Weights) else ()
 
 
-def _size_of(reply: m.Reply) -> int:
+def _reply_size(reply: m.Reply) -> int:
     """Estimate the cost of a reply in bytes, with the fixed cost of the message and of each part."""
     body = reply.body
     if isinstance(body, m.Weights):
@@ -629,7 +635,7 @@ def _reply_keys(reply: m.Reply) -> list[tuple[int, int, int]]:
     return [(reply.number, slot, version) for slot, version in parts]
 
 
-def packed(
+def pack_replies(
     replies: Iterable[m.Outgoing], portion: Callable[[bytes], int] = lambda _: MAX_PAYLOAD
 ) -> list[m.Outgoing]:
     """Join replies to the same request into few messages, in order; `portion` is the most data in a peer's message."""

@@ -29,7 +29,7 @@ from types import FrameType
 
 from kvstore_server.descriptor_store import FIRST, DescriptorStore
 from kvstore_server.descriptors import allow_descriptors
-from kvstore_server.restarts import RESTARTS, Restarts, is_final, shell_code
+from kvstore_server.restarts import RESTARTS, Restarts, is_restart_useless, shell_code
 
 DURABILITY = "KVSTORE_DURABILITY"
 """Environment variable that says whether a server's memory outlives it; here it does unless it is set."""
@@ -85,12 +85,12 @@ class Supervisor:
         The code of several deaths in a row is that of the first one. A process that fails before it has ever been
         ready is not started again: its flags are wrong, or its address is in use.
         """
-        with _signals(self._forward) as wake:
+        with _forward_supervisor_signals(self._forward) as wake:
             try:
                 while True:
                     code, lived = self._live(wake)
                     has_begun = self._store.is_ready or code < 0
-                    if is_final(code) or self._is_stopping or not has_begun:
+                    if is_restart_useless(code) or self._is_stopping or not has_begun:
                         return shell_code(code)
                     delay = self._restarts.after(code, lived)
                     self._say(self._restarts.describe(self._name, code, lived, delay))
@@ -120,7 +120,7 @@ class Supervisor:
         # 1. Start it with what the store keeps.
         environ = {**self._store.environment(self._environ), RESTARTS: str(self._restarts.used)}
         with self._passed_ready_fd() as flag:
-            pid = _start([*self._command, *flag], environ, self._store.descriptors)
+            pid = _start_supervised([*self._command, *flag], environ, self._store.descriptors)
         self._pidfd = os.pidfd_open(pid)
         if self._is_stopping:
             self._signal(signal.SIGTERM)  # the signal came before there was a pidfd to forward it to
@@ -192,7 +192,7 @@ class Supervisor:
 
 
 @contextmanager
-def _signals(forward: Callable[[signal.Signals], None]) -> Iterator[int]:
+def _forward_supervisor_signals(forward: Callable[[signal.Signals], None]) -> Iterator[int]:
     """Call `forward` for signals that ask this program to end. Gives a descriptor that is readable after each."""
     wake, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -212,7 +212,7 @@ def _signals(forward: Callable[[signal.Signals], None]) -> Iterator[int]:
         os.close(writer)
 
 
-def _start(command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int]) -> int:
+def _start_supervised(command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int]) -> int:
     """Start a process that dies with this one, in a group of its own, with descriptors from FIRST on. Return its pid.
 
     Not subprocess.Popen, because LISTEN_PID is known only after the fork. This program has no other threads.
@@ -247,26 +247,26 @@ def _start(command: Sequence[str], environ: Mapping[str, str], descriptors: Sequ
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a supervised server, given the flags of `kvstore-server`. Return its exit code. Main thread only."""
-    own, flags = _parse(argv, environ)
+    own, flags = _parse_supervisor_flags(argv, environ)
 
     def say(text: str) -> None:
         print(f"kvstore-server: {text}", file=sys.stderr, flush=True)
 
     try:
-        bind, holder = hold_address(own.bind)
+        bind, holder = hold_supervised_address(own.bind)
     except OSError as error:
         say(f"cannot listen on {own.bind}: {error}; give an address of this machine, or a port")
         return 1
     allow_descriptors()
     command = [sys.executable, "-m", "kvstore_server", *flags, "--bind", bind]
     durable = {**environ, DURABILITY: environ.get(DURABILITY) or "process"}
-    stop_after = _seconds(own.drain_timeout) + SLACK
+    stop_after = _parse_supervisor_seconds(own.drain_timeout) + SLACK
     with holder or nullcontext():
         name, restarts = f"server {own.index}", Restarts(own.restarts)
         return Supervisor(name, command, durable, restarts, stop_after, say, own.ready_fd).run()
 
 
-def hold_address(bind: str) -> tuple[str, socket.socket | None]:
+def hold_supervised_address(bind: str) -> tuple[str, socket.socket | None]:
     """Reserve the port of an address tcp://HOST:PORT; for port 0 the system chooses one.
 
     Returns the address with its port, and a bound socket that does not listen. As long as it is open, the system gives
@@ -293,12 +293,14 @@ def hold_address(bind: str) -> tuple[str, socket.socket | None]:
     return f"tcp://{host}:{holder.getsockname()[1]}", holder
 
 
-def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse_supervisor_flags(
+    argv: Sequence[str], environ: Mapping[str, str]
+) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags that a supervisor reads, and those that its server gets. The server checks them."""
     parser = argparse.ArgumentParser(prog="kvstore-server", add_help=False, allow_abbrev=False)
     parser.add_argument("--supervise", action="store_true")
-    parser.add_argument("--restarts", type=_count)
-    parser.add_argument("--ready-fd", type=_count)
+    parser.add_argument("--restarts", type=_parse_restart_count)
+    parser.add_argument("--ready-fd", type=_parse_restart_count)
     parser.add_argument("--bind", default=environ.get("KVSTORE_BIND", "tcp://127.0.0.1:0"))
     parser.add_argument("--index", default=environ.get("KVSTORE_SERVER_INDEX", "0"))
     parser.add_argument("--drain-timeout", default=environ.get("KVSTORE_DRAIN_TIMEOUT", "10"))
@@ -306,13 +308,13 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Na
     return own, [*flags, "--index", own.index, "--drain-timeout", own.drain_timeout]
 
 
-def _count(text: str) -> int:
+def _parse_restart_count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _parse_supervisor_seconds(text: str) -> float:
     try:
         return max(0.0, float(text))
     except ValueError:

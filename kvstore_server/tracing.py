@@ -154,10 +154,10 @@ def payload_out(body: m.ReplyBody) -> int:
 
 def events_of(packed: Iterable[bytes]) -> list[Event]:
     """Inverse of the packing in `Recording.piece`. Raises ProtocolError if these are not events."""
-    return [_read_event(unpack_control(one)) for one in packed]
+    return [_read_trace_event(unpack_control(one)) for one in packed]
 
 
-def _read_event(values: Any) -> Event:
+def _read_trace_event(values: Any) -> Event:
     kinds = (str, str, int | float, int | float, int | float, dict)
     if not (isinstance(values, list) and len(values) == len(kinds) and all(map(isinstance, values, kinds))):
         raise ProtocolError(f"this is not an event of a trace: {values!r:.80}")
@@ -176,12 +176,12 @@ def chrome_trace(
         lanes: Returns the name of a lane.
         dropped: How many events are missing at the end.
     """
-    rows: list[dict[str, Any]] = [_name_lane("process_name", pid, 0, process)]
+    rows: list[dict[str, Any]] = [_name_trace_lane("process_name", pid, 0, process)]
     named: set[int] = set()
     for name, category, start, duration, lane, args in events:
         if lane not in named:
             named.add(lane)
-            rows.append(_name_lane("thread_name", pid, lane, lanes(lane)))
+            rows.append(_name_trace_lane("thread_name", pid, lane, lanes(lane)))
         rows.append(
             {
                 "name": name,
@@ -205,5 +205,5 @@ def chrome_trace(
     }
 
 
-def _name_lane(what: str, pid: int, lane: int, name: str) -> dict[str, Any]:
+def _name_trace_lane(what: str, pid: int, lane: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": lane, "args": {"name": name}}

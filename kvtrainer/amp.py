@@ -27,7 +27,7 @@ from torch.amp.grad_scaler import OptState
 
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
-from kvtrainer.options.loss_scaler import LossScaler, refuse_second_scaler, scaler_of, unscale
+from kvtrainer.options.loss_scaler import LossScaler, refuse_second_loss_scaler, scaler_of, unscale
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.types import StepResult
 
@@ -117,14 +117,14 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: It was already called since the last `update`.
         """
         if self._enabled and _is_trainer(optimizer):
-            refuse_second_scaler(optimizer)
+            refuse_second_loss_scaler(optimizer)
             half = {name for name, p in optimizer._named_fresh() if p.grad.dtype == torch.float16}  # type: ignore[attr-defined]
             if half:  # it would lose what the loss scale has saved
                 raise ConfigurationError(
                     f"gradients in float16 cannot be unscaled where they are without loss: {', '.join(sorted(half))}; "
                     "build the Trainer with amp='dynamic'"
                 )
-            if self._scale is None and not _fresh_parameters(optimizer):
+            if self._scale is None and not _fresh_parameters_to_unscale(optimizer):
                 # A worker that has had no data takes part in the vote all the same.
                 self._lazy_init_scale_growth_tracker(torch.device(self._device))
         super().unscale_(optimizer)
@@ -179,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if _is_trainer(optimizer):
             # Used gradients stay in `.grad`: an infinity in an old one must not count again.
-            given = SimpleNamespace(param_groups=[{"params": _fresh_parameters(optimizer)}])
+            given = SimpleNamespace(param_groups=[{"params": _fresh_parameters_to_unscale(optimizer)}])
             optimizer = cast(torch.optim.Optimizer, given)
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
@@ -188,5 +188,5 @@ def _is_trainer(optimizer: object) -> bool:
     return hasattr(optimizer, "_step_voting")
 
 
-def _fresh_parameters(trainer: Any) -> list[Tensor]:
+def _fresh_parameters_to_unscale(trainer: Any) -> list[Tensor]:
     return [parameter for _, parameter in trainer._named_fresh()]

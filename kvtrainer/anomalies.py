@@ -179,12 +179,12 @@ def _search_unused(losses: Sequence[Tensor], named_parameters: Any) -> tuple[lis
             nodes = [get_gradient_edge(p).node for p in trained]
             places.append((Unused(name, tuple(trained[0].shape)), nodes))
     # A parameter is used if the walk from the losses comes to one of its nodes.
-    reached = _reachable_nodes([get_gradient_edge(loss).node for loss in losses if loss.requires_grad])
+    reached = _reachable_graph_nodes([get_gradient_edge(loss).node for loss in losses if loss.requires_grad])
     unused = [found for found, nodes in places if not any(node in reached for node in nodes)]
     return unused, any(type(node).__name__ == _REENTRANT for node in reached)
 
 
-def _reachable_nodes(roots: Iterable[Node]) -> set[Node]:
+def _reachable_graph_nodes(roots: Iterable[Node]) -> set[Node]:
     """Return all nodes that can be reached from these. Not recursive: graphs are deeper than Python's stack."""
     waiting = list(roots)
     seen = set(waiting)

@@ -32,7 +32,7 @@ from torch.nn import Module
 
 from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, create
-from kvtrainer.common.registries import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
+from kvtrainer.common.registry_class import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -112,7 +112,7 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """
     # 1. Copy, look for misspelled sections, and import what registers names.
     cfg = copied(cfg, "the configuration")
-    _name_others(cfg)
+    _log_unread_config(cfg)
     if cfg.get("custom_imports") is not None:
         imports = section(cfg, "custom_imports")
         check.known("custom_imports", imports, ("imports", "allow_failed_imports"), error=UnknownNameError)
@@ -130,8 +130,8 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError("the configuration needs an 'optimizer', such as dict(type='SGD', lr=0.01)")
     # 3. Merge with options that have the Trainer's names, and with the schedules.
     own = {key: cfg[key] for key in ARGUMENTS if key in cfg and key != "schedules"}
-    arguments = joined([own, of_optimizer, hook_arguments(_hook_options(cfg))])
-    schedules = [*_given_schedules(arguments), *_given_schedules(cfg), *_described_schedules(cfg)]
+    arguments = joined([own, of_optimizer, hook_arguments(_configured_hook_options(cfg))])
+    schedules = [*_configured_schedules(arguments), *_configured_schedules(cfg), *_schedules_of_config(cfg)]
     return {**arguments, "schedules": schedules} if schedules else arguments
 
 
@@ -164,7 +164,7 @@ def hook_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
+def _configured_hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     options = section(cfg, "optimizer_config")
     kind = options.get("type", "OptimizerHook")
     if cfg.get("fp16") is not None:
@@ -181,14 +181,14 @@ def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss_scale": 512.0, **options} if "loss_scale" in _HOOKS[kind] else options
 
 
-def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
+def _configured_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
     given = cfg.get("schedules")
     if given is not None and (not isinstance(given, Sequence) or isinstance(given, str)):
         raise ArgumentTypeError(f"schedules must be a list of schedules, got {given!r:.80}")
     return given or ()
 
 
-def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
+def _schedules_of_config(cfg: Mapping[str, Any]) -> list[Any]:
     """Return lr_config, momentum_config and param_scheduler, each with the training's length if that is known."""
     runner, loop = section(cfg, "runner"), section(cfg, "train_cfg")
     length: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
     return made
 
 
-def _name_others(cfg: Mapping[str, Any]) -> None:
+def _log_unread_config(cfg: Mapping[str, Any]) -> None:
     """Log which sections no Trainer reads. Raise UnknownNameError if one looks like a misspelled name."""
     others = check.others("the configuration", cfg, (*SECTIONS, *ARGUMENTS), error=UnknownNameError)
     of_runner = check.others("runner", section(cfg, "runner"), _OF_RUNNER, error=UnknownNameError)
@@ -230,7 +230,9 @@ def optimizer_arguments(
         ArgumentTypeError: `cfg` is not a dict or an optimizer, or the constructor did not return a torch optimizer.
         ConfigurationError: As in `trainer_arguments`.
     """
-    return _single_optimizer(_each_optimizer(model, cfg, paramwise_cfg, constructor))
+    return _single_optimizer_config(
+        _arguments_by_configured_optimizer(model, cfg, paramwise_cfg, constructor)
+    )
 
 
 def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
@@ -245,10 +247,10 @@ def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
         those = ", ".join(_WRAPPERS)
         text = f"optim_wrapper of type {cfg['type']!r} is not supported by a Trainer; supported are {those}"
         raise ConfigurationError(text)
-    return _single_optimizer(each)
+    return _single_optimizer_config(each)
 
 
-def _single_optimizer(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _single_optimizer_config(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if "" not in each:
         several = ", ".join(each)
         raise ArgumentTypeError(
@@ -257,7 +259,9 @@ def _single_optimizer(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return each[""]
 
 
-def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) -> dict[str, dict[str, Any]]:
+def _arguments_by_configured_optimizer(
+    model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any
+) -> dict[str, dict[str, Any]]:
     """Return the result of `optimizer_arguments` by name of each optimizer; the name of a single one is ''."""
     # 1. A built optimizer has its groups already.
     if isinstance(cfg, torch.optim.Optimizer | Optimizer):
@@ -266,13 +270,13 @@ def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) 
                 f"a {type(cfg).__name__} instance has its own groups; to use paramwise_cfg or a constructor, give its "
                 "type and options instead"
             )
-        return {"": _instance_arguments(model, cfg)}
+        return {"": _configured_instance_arguments(model, cfg)}
     # 2. The inner dict and the arguments may both name a constructor, but not different ones.
     given = dict(check.mapping("optimizer, as in dict(type='SGD', lr=0.01),", cfg, error=ArgumentTypeError))
     own = {key: given.pop(key) for key in ("paramwise_cfg", "constructor") if key in given}
     outer = {"paramwise_cfg": paramwise_cfg, "constructor": constructor}
     choice = joined([own, {key: value for key, value in outer.items() if value is not None}])
-    paramwise, maker = choice.get("paramwise_cfg"), _own_constructor(choice.get("constructor"))
+    paramwise, maker = choice.get("paramwise_cfg"), _configured_constructor(choice.get("constructor"))
     # 3. Without a constructor the Trainer builds the optimizer, on servers too.
     if maker is None:
         kind, options = OPTIMIZERS.split(given)
@@ -290,16 +294,16 @@ def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) 
         if not isinstance(one, torch.optim.Optimizer):
             text = f"the constructor {maker!r} must return a torch optimizer or a dict of these, got {made!r:.80}"
             raise ArgumentTypeError(text)
-    return {str(name): _instance_arguments(model, one) for name, one in each.items()}
+    return {str(name): _configured_instance_arguments(model, one) for name, one in each.items()}
 
 
-def _own_constructor(constructor: Any) -> Any:
+def _configured_constructor(constructor: Any) -> Any:
     """Return the constructor for a name or class; None for the default one, whose work the Trainer does itself."""
     kind = OPTIMIZER_CONSTRUCTORS.get(constructor) if isinstance(constructor, str) else constructor
     return None if kind is DefaultOptimizerConstructor else kind
 
 
-def _instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
+def _configured_instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
     model = unwrap_model(model)
     is_named = model is None or (hasattr(model, "named_parameters") and not hasattr(model, "named_replicas"))
     if isinstance(instance, torch.optim.Optimizer) and is_named:
@@ -327,7 +331,7 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
     """
     # 1. Separate the optimizer's items from the Trainer's options.
     kind, optimizer = cfg.get("type") or _WRAPPERS[0], cfg.get("optimizer")
-    constructor = _own_constructor(cfg.get("constructor"))
+    constructor = _configured_constructor(cfg.get("constructor"))
     others = {n: value for n, value in cfg.items() if n not in _OF_WRAPPER and value is not None}
     if optimizer is None and constructor is not None:
         optimizer = {n: value for n, value in others.items() if n not in (*_WRAPPER_OPTIONS, *_SCALING)}
@@ -337,7 +341,7 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
     # 2. Use the Trainer's names, and combine what concerns mixed precision.
     options = joined([{_RENAMED.get(name, name): value} for name, value in others.items()])
     if kind == _AMP_WRAPPER and ("amp" not in options or set(_SCALING) & set(options)):
-        scaling = _amp_of(*(options.pop(name, None) for name in _SCALING))
+        scaling = _configured_amp(*(options.pop(name, None) for name in _SCALING))
         options = joined([options, {"amp": scaling}])
     # 3. A wrapper of the user's may take any options, so only ours are checked.
     found = None
@@ -346,11 +350,11 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
         check.known(f"optim_wrapper ({kind})", others, known, error=UnknownNameError)
     else:
         found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    each = _each_optimizer(model, optimizer, options.pop("paramwise", None), constructor)
+    each = _arguments_by_configured_optimizer(model, optimizer, options.pop("paramwise", None), constructor)
     return found, {name: joined([arguments, options]) for name, arguments in each.items()}
 
 
-def _amp_of(scale: Any, dtype: Any) -> Any:
+def _configured_amp(scale: Any, dtype: Any) -> Any:
     """Return mmengine's loss_scale and dtype as a Trainer's `amp`. bfloat16 needs no dynamic scale."""
     scale = "dynamic" if scale is None else check.as_mapping(scale)
     if isinstance(scale, Mapping):
@@ -411,7 +415,7 @@ class DefaultOptimizerConstructor:
     def param_groups(self, model: Module) -> ParamGroups:
         """Return the groups for a model, and a report of them."""
         if type(self).add_params is DefaultOptimizerConstructor.add_params:
-            return self._grouped(model)
+            return self._group_parameters(model)
         # A subclass that overrides `add_params` builds the groups; names are for the report.
         params: list[dict[str, Any]] = []
         self.add_params(params, unwrap_model(model))
@@ -427,9 +431,9 @@ class DefaultOptimizerConstructor:
         """Append a model's groups to a list. Arguments are MMCV's; a prefix is refused with a ConfigurationError."""
         if prefix:
             raise ConfigurationError(f"add_params() takes a whole model and no prefix, got prefix {prefix!r}")
-        params.extend(self._grouped(module).groups)
+        params.extend(self._group_parameters(module).groups)
 
-    def _grouped(self, model: Module) -> ParamGroups:
+    def _group_parameters(self, model: Module) -> ParamGroups:
         kind, options = OPTIMIZERS.split(self.optimizer_cfg)
         # The defaults of a function's optimizer are not known before it is called.
         defaults = dict(create(kind, **options).hyper) if isinstance(kind, type) else None

@@ -39,8 +39,13 @@ def detectron_rules(weight_decay_gn: float = 0.0, bias_lr_mult: float = 2.0) -> 
         bias_lr_mult: The learning rate of biases, as a multiple of the optimizer's.
     """
     return [
-        Rule(_is_any_bias, name="bias", lr_mult=bias_lr_mult, weight_decay=0.0, warn_unmatched=False),
-        Rule(_is_group_norm, name="GroupNorm scale", weight_decay=weight_decay_gn, warn_unmatched=False),
+        Rule(_is_detectron_bias, name="bias", lr_mult=bias_lr_mult, weight_decay=0.0, warn_unmatched=False),
+        Rule(
+            _is_detectron_group_norm,
+            name="GroupNorm scale",
+            weight_decay=weight_decay_gn,
+            warn_unmatched=False,
+        ),
     ]
 
 
@@ -92,7 +97,7 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """
     # 1. Read the keys, and compare the number of devices with the model.
     count, reducer = detectron_devices(cfg)
-    read = _read_config(cfg)
+    read = _read_detectron_config(cfg)
     cfg = check.mapping("Detectron's configuration", cfg)
     solver = {name: read[f"SOLVER.{name}"] for name in _SOLVER}
     replicas = len(getattr(model, "replicas", (model,)))
@@ -102,7 +107,7 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
             f"reducer={reducer!r}) with {count} devices, or set NUM_GPUS={replicas}"
         )
     # 2. Name what is ignored.
-    if others := _other_sections(cfg):
+    if others := _unread_detectron_sections(cfg):
         _log.warning("ignored, because they are not for the Trainer: %s", ", ".join(others))
     # 3. Translate caffe2's options into those of Gluon's sgd.
     options = {
@@ -128,15 +133,15 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
     The reducer is "nccl" with USE_NCCL, otherwise "tree", which is Detectron's own; for a single device it is "auto".
     Raises as `detectron_arguments` does.
     """
-    read = _read_config(cfg)
+    read = _read_detectron_config(cfg)
     count = check.integer("NUM_GPUS", read["NUM_GPUS"], 1)
     use_nccl = check.boolean("USE_NCCL", read["USE_NCCL"])
     return count, "auto" if count == 1 else "nccl" if use_nccl else "tree"
 
 
-def _read_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
+def _read_detectron_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     cfg = check.mapping("Detectron's configuration", cfg, error=ArgumentTypeError)
-    others = set(_other_sections(cfg))
+    others = set(_unread_detectron_sections(cfg))
     # Mappings become flat keys, so that SOLVER.BASE_LR given in both forms is noticed.
     own = {
         key: check.as_mapping(value) for key, value in cfg.items() if str(key).partition(".")[0] not in others
@@ -156,16 +161,16 @@ def _read_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _other_sections(cfg: Mapping[str, Any]) -> list[str]:
+def _unread_detectron_sections(cfg: Mapping[str, Any]) -> list[str]:
     sections = dict.fromkeys(str(key).partition(".")[0] for key in cfg)
     return check.others("Detectron's configuration", sections, _SECTIONS)
 
 
-def _is_any_bias(place: ModuleParameter) -> bool:
+def _is_detectron_bias(place: ModuleParameter) -> bool:
     # Torch also has in_proj_bias (attention) and bias_ih_l0 (recurrent layers).
     name = place.own_name
     return name == "bias" or name.endswith("_bias") or name.startswith("bias_")
 
 
-def _is_group_norm(place: ModuleParameter) -> bool:
+def _is_detectron_group_norm(place: ModuleParameter) -> bool:
     return isinstance(place.module, GroupNorm) and place.own_name == "weight"

@@ -30,17 +30,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvstore_server import check
 from kvtrainer.anomalies import checked_mode, report_anomalies
-from kvtrainer.common.registries import HOOKS
+from kvtrainer.common.registry_class import HOOKS
 from kvtrainer.config import hook_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
 from kvtrainer.options.loss_scaler import make_precision, unscale
-from kvtrainer.options.stages import make_limits
+from kvtrainer.options.stages import make_stage_limits
 from kvtrainer.parallel import DataParallel
 from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.ranks.process_group import Buckets
-from kvtrainer.schedules.config import WARMUP_OF_MOMENTUM, is_stepwise
-from kvtrainer.schedules.formulas import Formula, check_policy_options, make_policy
-from kvtrainer.schedules.param_schedule import GroupValue, ScheduleSpec, Warmup
+from kvtrainer.schedules.config import WARMUP_OF_MOMENTUM, is_stepwise_schedule
+from kvtrainer.schedules.formulas import Formula, check_formula_options, make_formula
+from kvtrainer.schedules.param_schedule import ScheduledGroupValue, ScheduleSpec, ScheduleWarmup
 from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class OptimizerHook(Hook):
     def __init__(
         self, grad_clip: Mapping[str, Any] | None = None, detect_anomalous_params: bool | str = False
     ) -> None:
-        make_limits(grad_clip)
+        make_stage_limits(grad_clip)
         self.grad_clip = None if grad_clip is None else dict(grad_clip)
         self.detect_anomalous_params = checked_mode(detect_anomalous_params)
         self._configured: weakref.ref[Any] | None = None
@@ -467,7 +467,7 @@ class ValueHook(Hook):
         # 1. Per batch or per epoch: some policies are defined per batch only.
         if not isinstance(by_epoch, bool | None):
             raise ArgumentTypeError(f"by_epoch must be True, False or None, got {by_epoch!r:.80}")
-        by_batch = self.policy is not None and is_stepwise(self.policy)
+        by_batch = self.policy is not None and is_stepwise_schedule(self.policy)
         if by_epoch and by_batch:
             raise ConfigurationError(f"the policy {self.policy!r} counts batches; leave by_epoch out")
         self.by_epoch = not by_batch if by_epoch is None else by_epoch
@@ -483,16 +483,16 @@ class ValueHook(Hook):
             theirs = {"every": "step", "maximum": "max_lr"}
             theirs |= {"minimum": f"min_{self._value}", "minimum_ratio": f"min_{self._value}_ratio"}
             # Attributes have MMCV's names, which subclasses that override the formula read.
-            given = check_policy_options(self.policy, options, self._value)
+            given = check_formula_options(self.policy, options, self._value)
             vars(self).update({theirs.get(name, name): value for name, value in given.items()})
         elif options:
             raise ConfigurationError(f"{type(self).__name__} has no option {', '.join(map(repr, options))}")
         self._options = options
         vars(self).update(options)
         vars(self).update({f"base_{self._value}": [], f"regular_{self._value}": []})
-        self._targets: dict[str, GroupValue] = {}
+        self._targets: dict[str, ScheduledGroupValue] = {}
         self._policy: Formula | None = None
-        self._warm_up = Warmup(self._value)
+        self._warm_up = ScheduleWarmup(self._value)
 
     def before_train_epoch(self, runner: Any) -> None:
         if self.warmup_epochs is not None:
@@ -523,9 +523,9 @@ class ValueHook(Hook):
                     "one of them"
                 )
         # 2. The length of the run is known now, so the formula can be completed.
-        self._targets = {name: GroupValue(one, self._value) for name, one in several.items()}
+        self._targets = {name: ScheduledGroupValue(one, self._value) for name, one in several.items()}
         if self.policy is not None:
-            self._policy = make_policy(self.policy, self._options, self._value, self._progress(runner)[1])
+            self._policy = make_formula(self.policy, self._options, self._value, self._progress(runner)[1])
         bases = {name: list(to.bases) for name, to in self._targets.items()}
         setattr(self, f"base_{self._value}", bases if isinstance(found, Mapping) else bases[""])
 
@@ -542,11 +542,13 @@ class ValueHook(Hook):
 
     def _get_regular(self, runner: Any) -> Values:
         get = getattr(self, f"get_{self._value}")
-        return _map_values(lambda base: get(runner, base), getattr(self, f"base_{self._value}"))
+        return _map_hook_values(lambda base: get(runner, base), getattr(self, f"base_{self._value}"))
 
     def _get_warmup(self, cur_iters: int) -> Values:
         where = str(self.warmup), cur_iters, self.warmup_iters or 1, self.warmup_ratio
-        return _map_values(lambda one: self._warm_up(one, *where), getattr(self, f"regular_{self._value}"))
+        return _map_hook_values(
+            lambda one: self._warm_up(one, *where), getattr(self, f"regular_{self._value}")
+        )
 
     def _write(self, values: Values) -> None:
         for name, its in (values if isinstance(values, Mapping) else {"": values}).items():
@@ -701,7 +703,7 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook, policy="OneCycle"):
     """`momentum_config=dict(policy="OneCycle", base_momentum=0.85, …)`. max_momentum is 0.95 by default."""
 
 
-def _map_values(function: Callable[[Any], Any], values: Values) -> Values:
+def _map_hook_values(function: Callable[[Any], Any], values: Values) -> Values:
     if isinstance(values, Mapping):
         return {name: [function(one) for one in its] for name, its in values.items()}
     return [function(one) for one in values]

@@ -46,7 +46,7 @@ class LogBuffer:
         """
         values = check.mapping("the values of a LogBuffer, by name,", values)
         weight = check.number("num_samples", num_samples, 0, finite=False)
-        numbers = {name: _as_number(name, value) for name, value in values.items()}
+        numbers = {name: _as_logged_number(name, value) for name, value in values.items()}
         for name, number in numbers.items():
             self.val_history.setdefault(name, deque(maxlen=self._window)).append(number)
             self.n_history.setdefault(name, deque(maxlen=self._window)).append(weight)
@@ -83,7 +83,7 @@ class LogBuffer:
         return {name: list(values)[-latest:] for name, values in self.val_history.items()}
 
 
-def _as_number(name: str, value: Any) -> float:
+def _as_logged_number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.detach().item()
     try:

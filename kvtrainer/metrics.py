@@ -20,12 +20,14 @@ def sum_losses(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     Raises:
         ConfigurationError: There is no device, or devices report different names.
     """
-    return {name: float(sum(values)) for name, values in _values_by_name(by_device).items()}
+    return {name: float(sum(values)) for name, values in _metric_values_by_name(by_device).items()}
 
 
 def mean_metrics(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Average each metric over devices. Arguments and errors are those of `sum_losses`."""
-    return {name: float(sum(values)) / len(values) for name, values in _values_by_name(by_device).items()}
+    return {
+        name: float(sum(values)) / len(values) for name, values in _metric_values_by_name(by_device).items()
+    }
 
 
 def total_loss(losses: Mapping[str, Any] | Sequence[Any], device: torch.device | str | None = None) -> Tensor:
@@ -43,7 +45,7 @@ def total_loss(losses: Mapping[str, Any] | Sequence[Any], device: torch.device |
     return torch.stack([one.sum() if one.dim() else one for one in moved]).sum()
 
 
-def _values_by_name(by_device: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def _metric_values_by_name(by_device: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     if not by_device:
         raise ConfigurationError("there is no device whose values could be combined; pass at least one")
     first = by_device[0]

@@ -102,11 +102,11 @@ def create(optimizer: Any, /, **options: Any) -> Optimizer:
     """
     built = _create(optimizer, **options)
     if isinstance(optimizer, str) and options.get("compat") is None and not built.is_mxnet1:
-        _compare_with_torchs(optimizer, type(built), options)
+        _warn_of_optimizer_name(optimizer, type(built), options)
     return built
 
 
-def _compare_with_torchs(name: str, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+def _warn_of_optimizer_name(name: str, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
     """Warn if a name is spelled like torch's class, but Gluon's optimizer has other defaults."""
     theirs = getattr(torch.optim, name, None)
     is_ours = kind.__module__.startswith("kvstore_server.")  # not a user's class of the same name

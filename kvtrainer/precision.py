@@ -30,7 +30,7 @@ def copy_grads_to_fp32(fp16_net: Any, fp32_weights: Weights) -> None:
         ConfigurationError: The names or the numbers of tensors differ; nothing has changed then.
         ShapeMismatchError: Shapes differ; nothing has changed then.
     """
-    for parameter, weight in _pair_weights(fp16_net, fp32_weights):
+    for parameter, weight in _pair_fp32_weights(fp16_net, fp32_weights):
         grad = parameter.grad
         if grad is None:
             weight.grad = None
@@ -43,11 +43,11 @@ def copy_grads_to_fp32(fp16_net: Any, fp32_weights: Weights) -> None:
 @torch.no_grad()
 def copy_params_to_fp16(fp16_net: Any, fp32_weights: Weights) -> None:
     """Copy the float32 weights, rounded, to the parameters. Arguments and errors are those of `copy_grads_to_fp32`."""
-    for parameter, weight in _pair_weights(fp16_net, fp32_weights):
+    for parameter, weight in _pair_fp32_weights(fp16_net, fp32_weights):
         parameter.copy_(weight)
 
 
-def _pair_weights(net: Any, weights: Weights) -> list[tuple[Tensor, Tensor]]:
+def _pair_fp32_weights(net: Any, weights: Weights) -> list[tuple[Tensor, Tensor]]:
     parameters = dict(net.named_parameters() if isinstance(net, torch.nn.Module) else net)
     if isinstance(weights, Mapping):
         if set(weights) != set(parameters):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # These register the built-in constructor and hooks.
 from kvtrainer import config, hooks  # noqa: F401
-from kvtrainer.common.registries import (
+from kvtrainer.common.registry_class import (
     HOOKS,
     MODELS,
     OPTIM_WRAPPERS,

@@ -52,7 +52,7 @@ def lightning() -> None:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from kvtrainer.integrations.lightning import KVStoreStrategy
+    from kvtrainer.integrations.lightning import LightningStrategy
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -68,7 +68,7 @@ def lightning() -> None:
     module = Module()
     before = loss_of(module.net).item()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(strategy=KVStoreStrategy("local"), accelerator="cpu", max_epochs=1, **quiet)
+    trainer = L.Trainer(strategy=LightningStrategy("local"), accelerator="cpu", max_epochs=1, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(*examples_of_a_line()), batch_size=8))
     assert loss_of(module.net) < before
 
@@ -166,15 +166,15 @@ def ray() -> None:
 
 def watch() -> None:
     import kvtrainer
-    from kvtrainer.watch.job import Job, View, Worker
+    from kvtrainer.watch.job import JobView, WatchedJob, WatchedWorker
     from kvtrainer.watch.top import format_metrics
 
     with kvtrainer.local_cluster(workers=1, servers=1) as cluster:
         assert cluster.servers[0] in run(
             sys.executable, "-m", "kvtrainer.watch.top", "--once", *cluster.servers
         )
-    worker = Worker(0, "here", "", "", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, -1, False)
-    view = View(0.0, [], [Job("job", "sync", 1, 1.0, 1, 1, [worker], [], [])])
+    worker = WatchedWorker(0, "here", "", "", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, -1, False)
+    view = JobView(0.0, [], [WatchedJob("job", "sync", 1, 1.0, 1, 1, [worker], [], [])])
     assert b"kvstore_worker_" in format_metrics(view)
 
 

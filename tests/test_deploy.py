@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvstore_server.cli import build_parser
+from kvstore_server.cli import build_server_parser
 from kvstore_server.descriptor_store import MAX_DESCRIPTORS
 from kvstore_server.restarts import CRASH_LOOP, REPLACED, RESTARTS
 from kvstore_server.supervisor import DURABILITY
-from kvtrainer.common.env import Topology, read_topology
+from kvtrainer.common.env import Topology, read_topology_from_env
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.jobs import kvlaunch
 from tests.support.launch_jobs import resuming
@@ -92,7 +92,7 @@ def test_the_batch_file_runs_servers_as_one_step_and_then_a_worker_in_each_task_
     said = sorted(done.stdout.splitlines())
     assert said == ["drained"] * 3 + [f"worker {rank} of 2: {servers}" for rank in range(2)]
     place = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "KVSTORE_SERVERS": servers}
-    assert read_topology(place) == Topology(1, 2, tuple(servers.split(",")))
+    assert read_topology_from_env(place) == Topology(1, 2, tuple(servers.split(",")))
 
 
 def test_servers_of_the_batch_file_get_flags_that_they_know_and_listen_publicly_only_on_several_hosts(
@@ -100,7 +100,9 @@ def test_servers_of_the_batch_file_get_flags_that_they_know_and_listen_publicly_
 ) -> None:
     assert submit({**slurm, "SERVERS": "2"}, tmp_path, "true").returncode == 0
     lines = (Path(slurm["STEPS"]) / "servers").read_text().splitlines()
-    flags = sorted([build_parser({}).parse_args(line.split()) for line in lines], key=lambda one: one.index)
+    flags = sorted(
+        [build_server_parser({}).parse_args(line.split()) for line in lines], key=lambda one: one.index
+    )
     assert [(one.index, one.num_servers, one.ready_fd) for one in flags] == [(0, 2, 3), (1, 2, 3)]
     assert {one.bind for one in flags} == {"tcp://127.0.0.1:0"}
 
@@ -117,7 +119,7 @@ def test_with_restarts_servers_of_the_batch_file_are_supervised(
 ) -> None:
     assert submit({**slurm, "RESTARTS": "3"}, tmp_path, "true").returncode == 0
     [line] = (Path(slurm["STEPS"]) / "servers").read_text().splitlines()
-    flags = build_parser({}).parse_args(line.split())
+    flags = build_server_parser({}).parse_args(line.split())
     assert (flags.supervise, flags.restarts, flags.ready_fd) == (True, 3, 3)
 
 
@@ -208,10 +210,10 @@ def test_the_numbers_of_the_manifests_are_of_one_job(manifests: dict[str, Any]) 
     pods = servers["spec"]["template"]["metadata"]["labels"]
     assert pods == service["spec"]["selector"] == servers["spec"]["selector"]["matchLabels"]
     [port] = [one["containerPort"] for one in server["ports"]]
-    place = read_topology({**env_of(worker), "KVSTORE_RANK": "0"})
+    place = read_topology_from_env({**env_of(worker), "KVSTORE_RANK": "0"})
     hosts = [f"tcp://{name}-{index}.{service['metadata']['name']}:{port}" for index in range(count)]
     assert place == Topology(0, job["spec"]["completions"], tuple(hosts))
-    flags = build_parser(env_of(server)).parse_args(["--index", str(count - 1)])
+    flags = build_server_parser(env_of(server)).parse_args(["--index", str(count - 1)])
     assert (flags.num_servers, flags.bind, flags.allow_public_bind) == (count, f"tcp://0.0.0.0:{port}", True)
     assert flags.drain_timeout < servers["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
 
@@ -220,7 +222,7 @@ def test_a_worker_of_a_manifest_with_zero_workers_says_so_in_one_line(manifests:
     """With zero completions Kubernetes starts none, and calls the Job complete."""
     environ = {**env_of(container_of(manifests["Job"])), "KVSTORE_NUM_WORKERS": "0", "KVSTORE_RANK": "0"}
     with pytest.raises(ConfigurationError) as caught:
-        read_topology(environ)
+        read_topology_from_env(environ)
     [line] = str(caught.value).splitlines()
     assert "KVSTORE_NUM_WORKERS) is 0" in line
 
@@ -235,7 +237,7 @@ def test_a_worker_of_the_manifests_comes_back_with_its_rank_and_servers_have_a_s
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [REPLACED])
     [counter] = [one for one in container_of(manifests["Job"])["env"] if one["name"] == RESTARTS]
     assert "job-index-failure-count" in counter["valueFrom"]["fieldRef"]["fieldPath"]
-    flags = build_parser({}).parse_args(
+    flags = build_server_parser({}).parse_args(
         command.partition("kvstore-server ")[2].replace("${HOSTNAME##*-}", "1").split()
     )
     assert flags.supervise
@@ -245,7 +247,7 @@ def test_servers_of_the_manifests_write_snapshots_to_a_volume_that_outlives_a_po
     manifests: dict[str, Any],
 ) -> None:
     servers = manifests["StatefulSet"]
-    flags = build_parser(env_of(container_of(servers))).parse_args([])
+    flags = build_server_parser(env_of(container_of(servers))).parse_args([])
     mounts = {one["mountPath"]: one["name"] for one in container_of(servers)["volumeMounts"]}
     claims = [claim["metadata"]["name"] for claim in servers["spec"]["volumeClaimTemplates"]]
     assert mounts[flags.state_dir] in claims
@@ -298,7 +300,7 @@ def test_the_unit_keeps_the_memory_of_a_server_and_starts_it_again_unless_that_i
     assert int(unit["StartLimitBurst"]) == CRASH_LOOP
     environ = dict(value.split("=") for name, value in settings("Service") if name == "Environment")
     assert environ.pop(DURABILITY) == "process"
-    flags = build_parser(environ).parse_args(service["ExecStart"].replace("%i", "1").split()[1:])
+    flags = build_server_parser(environ).parse_args(service["ExecStart"].replace("%i", "1").split()[1:])
     assert (flags.index, flags.num_servers, flags.bind) == (1, 2, "tcp://127.0.0.1:5551")
     assert flags.drain_timeout < int(service["TimeoutStopSec"])
 

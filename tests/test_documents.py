@@ -42,8 +42,8 @@ SITE = (ROOT / "mkdocs.yml").read_text()
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 PARSERS = {
     "kvlaunch": kvlaunch._make_parser,
-    "kvstore-server": partial(cli.build_parser, {}),
-    "kvtop": top._make_parser,
+    "kvstore-server": partial(cli.build_server_parser, {}),
+    "kvtop": top._make_top_parser,
 }
 ELSEWHERE = {"frameworks.md": "tests/frameworks/test_documents.py"}
 """Pages whose code needs packages of its own, and the test that runs it."""

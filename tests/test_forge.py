@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_server.cli import build_parser
+from kvstore_server.cli import build_server_parser
 
 ROOT = Path(__file__).parent.parent
 WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
@@ -87,7 +87,7 @@ def test_what_pages_for_contributors_name_exists(name: str) -> None:
     paths = {path for path in re.findall(r"`([\w./]+/[\w./]+)`", text) if not path.startswith(".venv")}
     made = {target for command in re.findall(r"`make ([\w -]+)`", text) for target in command.split()}
     flags = set(re.findall(r"`(--[a-z-]+)`", text)) - {"--pdb", "--http", "--dashboard"}
-    known = {option for action in build_parser({})._actions for option in action.option_strings}
+    known = {option for action in build_server_parser({})._actions for option in action.option_strings}
     assert {one for one in links if not (ROOT / one).exists()} == set()
     assert {one for one in paths if not ([*ROOT.glob(one)] or [*ROOT.glob(f"kv*/{one}")])} == set()
     assert made - targets() == set()

@@ -25,7 +25,7 @@ class Task(Protocol):
         ...
 
 
-class Publication:
+class BackgroundPublication:
     """Either what a task has written is published, or it is cancelled before; never both."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from kvstore_server.errors import RecoveryError
-from kvstore_server.notify import connect, send, supervisor_address
+from kvstore_server.notify import connect_notify_socket, notify_socket_address, send_notification
 
 PREFIX = "kvstore-"
 """Names of our descriptors begin with this; others are left alone."""
@@ -23,7 +23,7 @@ _PROCESSED = 10.0
 """Seconds that the supervisor gets to read what it was sent."""
 
 
-class StoredDescriptor(NamedTuple):
+class FdStoreDescriptor(NamedTuple):
     """A descriptor that an earlier process of this server has stored."""
 
     name: str
@@ -40,9 +40,9 @@ class FdStore(Protocol):
         """Close what is kept under a name; without effect if the store cannot be reached."""
 
 
-def inherited_descriptors(
+def descriptors_from_fd_store(
     environ: MutableMapping[str, str], pid: int, first: int = 3
-) -> list[StoredDescriptor]:
+) -> list[FdStoreDescriptor]:
     """Return our descriptors among those passed to the process `pid`, and remove the variables that name them.
 
     Args:
@@ -58,7 +58,7 @@ def inherited_descriptors(
         raise RecoveryError(
             f"LISTEN_FDS={told['LISTEN_FDS']} does not fit the {len(names)} names in LISTEN_FDNAMES"
         )
-    kept = [StoredDescriptor(name, fd) for fd, name in enumerate(names, first) if name.startswith(PREFIX)]
+    kept = [FdStoreDescriptor(name, fd) for fd, name in enumerate(names, first) if name.startswith(PREFIX)]
     for one in kept:
         try:
             fcntl.fcntl(one.fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
@@ -69,7 +69,7 @@ def inherited_descriptors(
     return kept
 
 
-class NotifySocket:
+class SupervisorFdStore:
     """The store of the supervisor at NOTIFY_SOCKET. Calls block until it has read what it was sent.
 
     Args:
@@ -86,7 +86,7 @@ class NotifySocket:
         self._most = most
         self._names = list(names)
         try:
-            self._socket = connect(address, _PROCESSED)
+            self._socket = connect_notify_socket(address, _PROCESSED)
         except OSError as error:
             raise self._unreachable(error) from None
 
@@ -110,7 +110,7 @@ class NotifySocket:
 
     def _send(self, message: str, *fds: int) -> None:
         try:
-            send(self._socket, message, fds)
+            send_notification(self._socket, message, fds)
         except OSError as error:
             raise self._unreachable(error) from None
 
@@ -139,12 +139,12 @@ class NotifySocket:
         return RecoveryError(f"the supervisor at {self._address} (NOTIFY_SOCKET) cannot be reached: {error}")
 
 
-def notify_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
+def fd_store_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return where a supervisor listens and how many descriptors it keeps; None if it keeps none.
 
     It says so in FDSTORE, as systemd 254 and newer do. A supervisor without it may drop what it is sent.
     """
-    address, room = supervisor_address(environ), environ.get("FDSTORE", "")
+    address, room = notify_socket_address(environ), environ.get("FDSTORE", "")
     if address is not None and room.isdecimal() and int(room):
         return address, int(room)
     return None

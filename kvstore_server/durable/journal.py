@@ -9,8 +9,8 @@ Invariants:
 
 - A byte is copied to the shadow once between two commits: its value at the last commit.
 - The record follows the copy, and the change follows the record.
-- A change that is made again and again in the same parts of memory has an `UndoPlan`, which is recorded once. How many
-  of its parts are copied is a number in memory (`Progress`), so that copying a part takes no record.
+- A change that is made again and again in the same parts of memory has a `JournalPlan`, which is recorded once. How
+  many of its parts are copied is a number in memory (`JournalProgress`), so that copying a part takes no record.
 - A commit does not clear the shadow: until these bytes change again, it has the values before the last change, and for
   a matrix it is known which rows these are (`former`, `former_rows`).
 - What is held (`hold`) stays protected over commits, until it is released: a change that is made in several commits is
@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvstore_server.durable.memory import DurableMemory, Region
+from kvstore_server.durable.memory import DurableMemory, DurableRegion
 from kvstore_server.errors import RecoveryError
 from kvstore_server.failpoints import failpoint
 from kvstore_server.transport.arena import Bytes
@@ -46,21 +46,21 @@ RANGES, ROWS, PLAN = range(3)
 OWN = "journal."
 """Begin of the keys of memory that belongs to the journal, and not to a namespace."""
 PROGRESS = OWN + "progress"
-"""Key of the memory of `Progress`."""
+"""Key of the memory of `JournalProgress`."""
 NO_CHANGE = -1
 _ID = 8
 SHADOW = ".shadow"
 """End of the key of a region's shadow."""
 
 
-class RowsBefore(NamedTuple):
+class JournalRows(NamedTuple):
     """Rows that a change has protected."""
 
     change: int
     ids: Ids
 
 
-class Ranges:
+class JournaledRanges:
     """Disjoint ranges of integers, ascending, merged where they touch."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Ranges:
         return list(zip(self._begins, self._ends, strict=True))
 
 
-class UndoPlan:
+class JournalPlan:
     """Parts of durable memory that are changed one after the other, made by `Journal.plan`.
 
     Attributes:
@@ -112,7 +112,7 @@ class UndoPlan:
         return b"".join(data)
 
 
-class Progress:
+class JournalProgress:
     """How far a change by a plan has got: three numbers in durable memory, each of which is stored at once.
 
     They count only if the first one is that of the present change, so it is written last.
@@ -120,7 +120,7 @@ class Progress:
 
     NBYTES = 24
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: DurableRegion) -> None:
         self.region = region
         self.numbers = region.bytes[: self.NBYTES].view(np.int64)
 
@@ -158,35 +158,35 @@ class Journal:
         self.change = NO_CHANGE
         self.is_open = False
         self._last_plan = 0
-        self._plan: UndoPlan | None = None
+        self._plan: JournalPlan | None = None
         """The plan by which the present change is made, if it is by one."""
         self._parts = 0
         """How many parts of it are protected."""
-        self._progress: Progress | None = None
+        self._progress: JournalProgress | None = None
         self._record = record
-        self._shadows: dict[int, Region] = {}
-        self._ranges: dict[int, Ranges] = {}
+        self._shadows: dict[int, DurableRegion] = {}
+        self._ranges: dict[int, JournaledRanges] = {}
         """Region → what is protected since the last commit, or held."""
         self._rows: dict[int, list[tuple[int, int, Ids]]] = {}
         """Region → (begin, bytes of a row, ids) of rows that are protected since the last commit."""
-        self.rows_before: dict[Matrix, RowsBefore] = {}
+        self.rows_before: dict[Matrix, JournalRows] = {}
         """Matrix → the rows that the last complete change of it has protected."""
         self._held: dict[Hashable, list[tuple[int, int, int]]] = {}
         """Owner → (region, begin, end) of what stays protected until it is released."""
 
-    def shadow(self, region: Region) -> Region:
+    def shadow(self, region: DurableRegion) -> DurableRegion:
         found = self._shadows.get(region.number)
         if found is None:
             found = self.memory.take(region.key + SHADOW, region.nbytes)
             self._shadows[region.number] = found
         return found
 
-    def plan(self, parts: Iterable[Iterable[Tensor]]) -> UndoPlan:
+    def plan(self, parts: Iterable[Iterable[Tensor]]) -> JournalPlan:
         """Return a plan for a change that is made part by part, each of some contiguous tensors, all of them disjoint.
 
         What is not in durable memory is ignored.
         """
-        found = UndoPlan()
+        found = JournalPlan()
         self._last_plan += 1
         found.number = self._last_plan
         for tensors in parts:
@@ -197,7 +197,7 @@ class Journal:
             ])  # fmt: skip
         return found
 
-    def begin_plan(self, plan: UndoPlan) -> bool:
+    def begin_plan(self, plan: JournalPlan) -> bool:
         """Begin a change by a plan; return False if that is not possible, because other things are protected already.
 
         Then nothing was done, and `protect` has to be used.
@@ -207,14 +207,14 @@ class Journal:
         if plan.recorded_in != self.generation:
             self._record(PLAN, plan.packed())
             plan.recorded_in = self.generation
-        region = self.memory.take(PROGRESS, Progress.NBYTES)
+        region = self.memory.take(PROGRESS, JournalProgress.NBYTES)
         if self._progress is None or self._progress.region is not region:
-            self._progress = Progress(region)
+            self._progress = JournalProgress(region)
         self._progress.begin(self.change, plan.number)
         self._plan, self._parts, self.is_open = plan, 0, True
         return True
 
-    def protect_part(self, plan: UndoPlan, part: int) -> None:
+    def protect_part(self, plan: JournalPlan, part: int) -> None:
         """Keep the present values of a part, which is changed next; parts that are left out before it are kept, too."""
         progress = self._progress
         assert plan is self._plan
@@ -231,7 +231,7 @@ class Journal:
         """Note what was protected by the plan like what is protected by ranges, because that may overlap it."""
         plan, self._plan = self._plan, None
         for number, begin, end in itertools.chain(*plan.ranges[: self._parts]) if plan is not None else ():
-            self._ranges.setdefault(number, Ranges()).add(begin, end)
+            self._ranges.setdefault(number, JournaledRanges()).add(begin, end)
 
     def protect(self, tensors: Iterable[Tensor]) -> None:
         """Keep the present values of contiguous tensors, which are changed next, until the next commit.
@@ -248,7 +248,7 @@ class Journal:
             region, begin, end = place
             ranges = self._ranges.get(region.number)
             if ranges is None:
-                ranges = self._ranges[region.number] = Ranges()
+                ranges = self._ranges[region.number] = JournaledRanges()
             for first, last in ranges.add(begin, end):
                 self._copy(region, first, last)
                 records.append(_RANGE.pack(region.number, first, last))
@@ -257,12 +257,12 @@ class Journal:
             failpoint("server.journal.ranges_copied")
             self._record(RANGES, b"".join(records))
 
-    def _copy(self, region: Region, begin: int, end: int) -> None:
+    def _copy(self, region: DurableRegion, begin: int, end: int) -> None:
         """Copy a range to the shadow, except rows that are there already."""
         shadow = self.shadow(region)
         kept = []
         for start, width, ids in self._rows.get(region.number, ()):
-            rows = _rows_in(shadow.bytes, start, width, ids)
+            rows = _view_journal_rows(shadow.bytes, start, width, ids)
             kept.append((rows, ids, rows[ids].copy()))
         np.copyto(shadow.bytes[begin:end], region.bytes[begin:end])
         for rows, ids, values in kept:
@@ -296,11 +296,13 @@ class Journal:
             return
         # 2. Copy the others, and record them.
         shadow = self.shadow(region)
-        _rows_in(shadow.bytes, begin, width, new)[new] = _rows_in(region.bytes, begin, width, new)[new]
+        _view_journal_rows(shadow.bytes, begin, width, new)[new] = _view_journal_rows(
+            region.bytes, begin, width, new
+        )[new]
         others.append((begin, width, new.copy()))
         self.is_open = True
         failpoint("server.journal.rows_copied")
-        self._record(ROWS, pack_rows(region.number, begin, width, new))
+        self._record(ROWS, pack_journal_rows(region.number, begin, width, new))
 
     def former_rows(self, rows: Tensor, change: int) -> tuple[Ids, Tensor] | None:
         """Return which rows of a contiguous matrix were protected before a change, and copies of their values then.
@@ -320,7 +322,7 @@ class Journal:
             ids = before.ids[(before.ids >= first) & (before.ids < first + len(rows))]
             values = torch.empty(len(ids), *rows.shape[1:], dtype=rows.dtype, device="cpu")
             if len(ids):
-                former = _rows_in(self.shadow(region).bytes, start, width, ids)[ids]
+                former = _view_journal_rows(self.shadow(region).bytes, start, width, ids)[ids]
                 values.view(-1).view(torch.uint8).numpy()[:] = former.view(np.uint8)
             return ids - first, values
         return None
@@ -348,7 +350,7 @@ class Journal:
         self.is_open |= self._held.pop(owner, None) is not None
 
     def held(self) -> bytes:
-        """Return what is held, as a commit contains it; see `undo_ranges`."""
+        """Return what is held, as a commit contains it; see `undo_journal_ranges`."""
         return b"".join(_RANGE.pack(*one) for held in self._held.values() for one in held)
 
     def begin_log(self, generation: int, change: int) -> None:
@@ -361,7 +363,7 @@ class Journal:
         Args:
             change: Identifies what changes next.
         """
-        self.rows_before |= join_rows(
+        self.rows_before |= join_journal_rows(
             self.number, [(number, *one) for number, own in self._rows.items() for one in own]
         )
         self.number += 1
@@ -370,27 +372,27 @@ class Journal:
         self._plan = None
         self._ranges, self._rows = {}, {}
         for number, begin, end in [one for held in self._held.values() for one in held]:
-            self._ranges.setdefault(number, Ranges()).add(begin, end)
+            self._ranges.setdefault(number, JournaledRanges()).add(begin, end)
 
 
-def join_rows(change: int, parts: Iterable[ProtectedRows]) -> dict[Matrix, RowsBefore]:
+def join_journal_rows(change: int, parts: Iterable[ProtectedRows]) -> dict[Matrix, JournalRows]:
     """Return what a change has protected of each matrix, perhaps in several parts."""
     found: dict[Matrix, list[Ids]] = {}
     for region, begin, width, ids in parts:
         found.setdefault((region, begin, width), []).append(ids)
     return {
-        matrix: RowsBefore(change, own[0] if len(own) == 1 else np.sort(np.concatenate(own)))
+        matrix: JournalRows(change, own[0] if len(own) == 1 else np.sort(np.concatenate(own)))
         for matrix, own in found.items()
     }
 
 
-def pack_rows(region: int, begin: int, width: int, ids: Ids) -> bytes:
+def pack_journal_rows(region: int, begin: int, width: int, ids: Ids) -> bytes:
     """Encode rows of a matrix as a record has them."""
     return _ROWS.pack(region, begin, width, len(ids)) + ids.tobytes()
 
 
-def unpack_rows(data: bytes) -> ProtectedRows:
-    """Decode what `pack_rows` has encoded. Raises RecoveryError if it contradicts itself."""
+def unpack_journal_rows(data: bytes) -> ProtectedRows:
+    """Decode what `pack_journal_rows` has encoded. Raises RecoveryError if it contradicts itself."""
     if len(data) < _ROWS.size or len(data) % _ID:
         raise RecoveryError(f"the log has a record of rows of {len(data)} bytes")
     number, begin, width, count = _ROWS.unpack_from(data)
@@ -402,7 +404,7 @@ def unpack_rows(data: bytes) -> ProtectedRows:
     return number, begin, width, ids
 
 
-def undo_plan(
+def undo_journal_plan(
     memory: DurableMemory, change: int, plans: Iterable[bytes], without: Collection[int] = ()
 ) -> list[tuple[int, int, int]]:
     """Copy back what was protected by a plan in the change that is not complete, if it is made by one.
@@ -410,10 +412,10 @@ def undo_plan(
     Args:
         plans: The records of all plans.
 
-    Returns, raises: like `undo_ranges`.
+    Returns, raises: like `undo_journal_ranges`.
     """
     region = memory.known(PROGRESS)
-    progress = None if region is None else Progress(region).read(change)
+    progress = None if region is None else JournalProgress(region).read(change)
     if progress is None:
         return []
     number, count = progress
@@ -426,12 +428,12 @@ def undo_plan(
     for _ in range(count):
         [size] = _COUNT.unpack_from(data, at)
         at += _COUNT.size
-        undone += undo_ranges(memory, data[at : at + size * _RANGE.size], without)
+        undone += undo_journal_ranges(memory, data[at : at + size * _RANGE.size], without)
         at += size * _RANGE.size
     return undone
 
 
-def undo_ranges(
+def undo_journal_ranges(
     memory: DurableMemory, data: bytes, without: Collection[int] = ()
 ) -> list[tuple[int, int, int]]:
     """Copy back what `protect` has recorded, or what was `held`; return (region, begin, end) of it.
@@ -443,7 +445,7 @@ def undo_ranges(
     """
     ranges = [one for one in _RANGE.iter_unpack(data) if one[0] not in without]
     for number, begin, end in ranges:
-        region, shadow = _with_shadow(memory, number)
+        region, shadow = _journal_region_and_shadow(memory, number)
         if not 0 <= begin <= end <= region.nbytes:
             raise RecoveryError(
                 f"the log names bytes {begin} to {end} of the {region.nbytes} of memory {number}"
@@ -453,21 +455,23 @@ def undo_ranges(
     return ranges
 
 
-def undo_rows(
+def undo_journal_rows(
     memory: DurableMemory, data: bytes, without: Collection[int] = ()
 ) -> list[tuple[int, int, int]]:
-    """Like `undo_ranges`, for what `protect_rows` has recorded."""
-    number, begin, width, ids = unpack_rows(data)
+    """Like `undo_journal_ranges`, for what `protect_rows` has recorded."""
+    number, begin, width, ids = unpack_journal_rows(data)
     if number in without:
         return []
-    region, shadow = _with_shadow(memory, number)
+    region, shadow = _journal_region_and_shadow(memory, number)
     if begin + (int(ids.max()) + 1) * width > region.nbytes:
         raise RecoveryError(f"the log names rows beyond the {region.nbytes} bytes of memory {number}")
-    _rows_in(region.bytes, begin, width, ids)[ids] = _rows_in(shadow.bytes, begin, width, ids)[ids]
+    _view_journal_rows(region.bytes, begin, width, ids)[ids] = _view_journal_rows(
+        shadow.bytes, begin, width, ids
+    )[ids]
     return [(number, begin, begin + (int(ids.max()) + 1) * width)]
 
 
-def _with_shadow(memory: DurableMemory, number: int) -> tuple[Region, Region]:
+def _journal_region_and_shadow(memory: DurableMemory, number: int) -> tuple[DurableRegion, DurableRegion]:
     region = memory.regions.get(number)
     if region is None:
         raise RecoveryError(f"the log names memory {number}, which is not in the store")
@@ -479,7 +483,7 @@ def _with_shadow(memory: DurableMemory, number: int) -> tuple[Region, Region]:
     return region, shadow
 
 
-def _rows_in(memory: Bytes, begin: int, width: int, ids: Ids) -> npt.NDArray[np.void]:
+def _view_journal_rows(memory: Bytes, begin: int, width: int, ids: Ids) -> npt.NDArray[np.void]:
     """Return rows of `width` bytes as single elements, which numpy copies fastest; enough for all ids."""
     end = begin + (int(ids.max()) + 1) * width
     return memory[begin:end].view(f"V{width}")

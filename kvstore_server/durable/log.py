@@ -40,12 +40,12 @@ _MIN_SIZE = 1 << 16
 """Bytes of the file of a new log."""
 
 
-class Record(NamedTuple):
+class LogRecord(NamedTuple):
     kind: int
     data: bytes
 
 
-class Log:
+class DurableLog:
     """A log that is being written. Not thread-safe.
 
     Args:
@@ -86,10 +86,10 @@ class Log:
 
     def _publish(self) -> None:
         # numpy stores an aligned number at once: a process that is killed has written all of its bytes or none.
-        self._words[_END_AT // _END.size] = _packed_end(self.end, self.generation)
+        self._words[_END_AT // _END.size] = _pack_log_end(self.end, self.generation)
 
 
-def read_generation(fd: int) -> int:
+def read_log_generation(fd: int) -> int:
     """Return the generation of a log. Raises RecoveryError if it is not a log of this version, or is damaged."""
     head = os.pread(fd, _FIRST, 0)
     if len(head) < _FIRST or head[:6] != _MAGIC[:6]:
@@ -102,40 +102,42 @@ def read_generation(fd: int) -> int:
         )
     generation, checksum, rest = _GENERATION.unpack_from(head, _GENERATION_AT)
     if rest or checksum != zlib.crc32(_MAGIC + _GENERATION.pack(generation, 0, 0)):
-        raise _damaged("the checksum of its head does not fit")
+        raise _damaged_log_error("the checksum of its head does not fit")
     return int(generation)
 
 
-def read_records(fd: int) -> Iterator[Record]:
+def read_log_records(fd: int) -> Iterator[LogRecord]:
     """Yield the records of a log, in order. Raises RecoveryError if any byte up to its end is not as it was written."""
-    generation = read_generation(fd)
+    generation = read_log_generation(fd)
     [word] = _END.unpack(os.pread(fd, _END.size, _END_AT))
     at, end = _FIRST, word >> _SHIFT
-    if word != _packed_end(end, generation):
-        raise _damaged("the checksum of its end does not fit")
+    if word != _pack_log_end(end, generation):
+        raise _damaged_log_error("the checksum of its end does not fit")
     if os.fstat(fd).st_size < end:
-        raise _damaged(f"it ends at {os.fstat(fd).st_size} of {end} bytes")
+        raise _damaged_log_error(f"it ends at {os.fstat(fd).st_size} of {end} bytes")
     while at < end:
         head = os.pread(fd, _HEAD.size, at)
         if len(head) < _HEAD.size or at + _HEAD.size > end:
-            raise _damaged(f"the record at {at} is cut off at {end}")
+            raise _damaged_log_error(f"the record at {at} is cut off at {end}")
         length, kind, checksum = _HEAD.unpack(head)
         if length > end - at - _HEAD.size:
-            raise _damaged(f"the record at {at} has {length} bytes, {end - at - _HEAD.size} are left")
-        data = _read(fd, length, at + _HEAD.size)
+            raise _damaged_log_error(
+                f"the record at {at} has {length} bytes, {end - at - _HEAD.size} are left"
+            )
+        data = _read_log_bytes(fd, length, at + _HEAD.size)
         seed = zlib.crc32(_SEED.pack(generation, at, length, kind))
         if len(data) < length or zlib.crc32(data, seed) != checksum:
-            raise _damaged(f"the checksum of the record at {at} does not fit")
-        yield Record(kind, data)
+            raise _damaged_log_error(f"the checksum of the record at {at} does not fit")
+        yield LogRecord(kind, data)
         at += _HEAD.size + length
 
 
-def _packed_end(end: int, generation: int) -> int:
+def _pack_log_end(end: int, generation: int) -> int:
     checksum = zlib.crc32(struct.pack("<QQ", end, generation))
     return int(end << _SHIFT | checksum & (1 << _SHIFT) - 1)
 
 
-def _read(fd: int, nbytes: int, at: int) -> bytes:
+def _read_log_bytes(fd: int, nbytes: int, at: int) -> bytes:
     found: list[bytes] = []
     while nbytes and (data := os.pread(fd, nbytes, at)):
         found.append(data)
@@ -143,7 +145,7 @@ def _read(fd: int, nbytes: int, at: int) -> bytes:
     return found[0] if len(found) == 1 else b"".join(found)
 
 
-def _damaged(how: str) -> RecoveryError:
+def _damaged_log_error(how: str) -> RecoveryError:
     return RecoveryError(
         f"the stored log is damaged: {how}; restart the job from its last saved states, without what is stored"
     )

@@ -1,8 +1,8 @@
 """Memory that outlives the process: anonymous files (memfd) whose descriptors a supervisor keeps.
 
-A `Region` is one such file, mapped shared and writable. It has a number, which is part of its name in the store, and a
-key that says what it is for; the log contains both. Nothing here says whether the contents are consistent: that is the
-log's and the journal's work.
+A `DurableRegion` is one such file, mapped shared and writable. It has a number, which is part of its name in the store,
+and a key that says what it is for; the log contains both. Nothing here says whether the contents are consistent: that
+is the log's and the journal's work.
 
 `DurableMemory.find` answers in which region a tensor lies, so callers protect what they write without knowing where it
 was allocated.
@@ -29,7 +29,7 @@ REGION = PREFIX + "memory-"
 _OWNER_READS = 0o400
 
 
-class Region:
+class DurableRegion:
     """One memory file.
 
     Attributes:
@@ -50,10 +50,10 @@ class Region:
         self.address = self.data.data_ptr()
 
 
-class Place(NamedTuple):
+class DurablePlace(NamedTuple):
     """Bytes of a region."""
 
-    region: Region
+    region: DurableRegion
     begin: int
     end: int
 
@@ -69,16 +69,16 @@ class DurableMemory:
     def __init__(self, store: FdStore, record: Callable[[int, int, str], object]) -> None:
         self._store = store
         self._record = record
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, DurableRegion] = {}
         """Number → region."""
-        self._by_key: dict[str, Region] = {}
+        self._by_key: dict[str, DurableRegion] = {}
         self._addresses: list[int] = []
         """Of all regions, ascending."""
-        self._by_address: list[Region] = []
+        self._by_address: list[DurableRegion] = []
         self.last = 0
         """The highest number so far."""
 
-    def take(self, key: str, nbytes: int) -> Region:
+    def take(self, key: str, nbytes: int) -> DurableRegion:
         """Return the region with that key; a new one, of zeros, if it does not exist.
 
         Raises:
@@ -94,10 +94,10 @@ class DurableMemory:
             )
         return found
 
-    def known(self, key: str) -> Region | None:
+    def known(self, key: str) -> DurableRegion | None:
         return self._by_key.get(key)
 
-    def _make(self, key: str, nbytes: int) -> Region:
+    def _make(self, key: str, nbytes: int) -> DurableRegion:
         self.last += 1
         try:
             fd = os.memfd_create("kvstore-durable", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -110,7 +110,7 @@ class DurableMemory:
             # open for reading only, and the mode keeps them from opening it again by mistake.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             os.fchmod(fd, _OWNER_READS)
-            region = Region(self.last, key, fd)
+            region = DurableRegion(self.last, key, fd)
         except (OSError, ValueError) as error:
             if region is None:
                 os.close(fd)
@@ -125,7 +125,7 @@ class DurableMemory:
         self.add(region)
         return region
 
-    def add(self, region: Region) -> None:
+    def add(self, region: DurableRegion) -> None:
         """Add a region that exists already."""
         self.regions[region.number] = self._by_key[region.key] = region
         self.last = max(self.last, region.number)
@@ -133,7 +133,7 @@ class DurableMemory:
         self._addresses.insert(at, region.address)
         self._by_address.insert(at, region)
 
-    def find(self, tensor: Tensor) -> Place | None:
+    def find(self, tensor: Tensor) -> DurablePlace | None:
         """Return where a contiguous tensor lies; None if it is not in a region."""
         address = tensor.data_ptr()
         at = bisect_right(self._addresses, address) - 1
@@ -142,7 +142,7 @@ class DurableMemory:
         region = self._by_address[at]
         begin = address - region.address
         end = begin + tensor.nbytes
-        return Place(region, begin, end) if end <= region.nbytes and begin < region.nbytes else None
+        return DurablePlace(region, begin, end) if end <= region.nbytes and begin < region.nbytes else None
 
     def drop_others(self, kept: Iterable[int]) -> None:
         """Drop all regions but those with these numbers; nothing in the log refers to the others."""
@@ -157,6 +157,6 @@ class DurableMemory:
             region.close()
 
 
-def typed(memory: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def typed_durable_memory(memory: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """Return the first `numel` numbers of a region's bytes."""
     return memory[: numel * dtype.itemsize].view(dtype)

@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvstore_server import __version__
-from kvstore_server.durable.background import Publication
+from kvstore_server.durable.background import BackgroundPublication
 from kvstore_server.durable.tensor_file import write_tensors
 from kvstore_server.errors import ConfigurationError, RecoveryError
 from kvstore_server.failpoints import failpoint
@@ -52,7 +52,7 @@ _MAX_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
 
 
-def check_tag(tag: object) -> str:
+def check_snapshot_tag(tag: object) -> str:
     """Return a name for a snapshot that is taken by hand. Raises ConfigurationError unless it is one."""
     if not isinstance(tag, str) or _TAG.fullmatch(tag) is None:
         raise ConfigurationError(
@@ -83,7 +83,7 @@ class SnapshotName(NamedTuple):
             return f"round-{self.round:012d}.{checksum:08x}"
         if _SAVE.fullmatch(self.save) is None:
             raise ConfigurationError(f"a save is named by 24 hexadecimal digits, got {self.save!r:.80}")
-        return f"save-{check_tag(self.tag)}.{self.save}.{checksum:08x}"
+        return f"save-{check_snapshot_tag(self.tag)}.{self.save}.{checksum:08x}"
 
     def __str__(self) -> str:
         return f"{self.tag!r} of round {self.round}" if self.tag else f"the snapshot of round {self.round}"
@@ -169,7 +169,7 @@ class SnapshotFolder:
         name: SnapshotName,
         facts: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
-        publication: Publication | None = None,
+        publication: BackgroundPublication | None = None,
     ) -> None:
         """Write a snapshot; it replaces one of the same name. Blocks until it is on the disk.
 
@@ -182,7 +182,7 @@ class SnapshotFolder:
         """
 
         def publish() -> None:
-            replaced.append(self.take_away(name))
+            replaced.append(self.mark_for_deletion(name))
             os.rename(temporary, self.folder / name.path)
 
         replaced: list[Path | None] = []
@@ -190,9 +190,9 @@ class SnapshotFolder:
         try:
             temporary.mkdir()
             with open(temporary / _TENSORS, "xb") as file:
-                counted = _ChecksumWriter(file)
+                counted = _SnapshotFileWriter(file)
                 write_tensors(counted, tensors, {"format": FORMAT})
-                _fsync(file)
+                _fsync_snapshot_file(file)
             failpoint("server.snapshot.tensors")
             content = {
                 "format": FORMAT,
@@ -203,19 +203,19 @@ class SnapshotFolder:
                 "tensors": [counted.nbytes, counted.checksum],
             }
             with open(temporary / _MANIFEST, "xb") as file:
-                file.write(_with_checksum(content))
-                _fsync(file)
-            _fsync_folder(temporary)
+                file.write(_encode_snapshot_manifest(content))
+                _fsync_snapshot_file(file)
+            _fsync_snapshot_folder(temporary)
             failpoint("server.snapshot.written")
-            (publication or Publication()).publish(publish)
+            (publication or BackgroundPublication()).publish(publish)
             failpoint("server.snapshot.renamed")
-            _fsync_folder(self.folder)
-            delete(replaced)
+            _fsync_snapshot_folder(self.folder)
+            delete_snapshot_folders(replaced)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def take_away(self, name: SnapshotName) -> Path | None:
+    def mark_for_deletion(self, name: SnapshotName) -> Path | None:
         """Rename a snapshot, so that it is none any more; return what is left to be deleted. Raises OSError."""
         aside = self._temporary()
         try:
@@ -227,31 +227,35 @@ class SnapshotFolder:
 
     def all(self) -> list[StoredSnapshot]:
         """Return the snapshots that this server took, if their manifests are whole; others are named in the log."""
-        return _snapshots_in(self.folder, _NAME)
+        return _snapshots_in_folder(self.folder, _NAME)
 
     def saved(self, job: str, tag: str) -> list[StoredSnapshot]:
         """Return what all servers have saved under a tag, as far as it is in the directory of all servers."""
-        return [one for folder in self._of_servers() for one in _saved_in(folder, job, tag)]
+        return [one for folder in self._of_servers() for one in _saved_snapshots_in_folder(folder, job, tag)]
 
     def own_saved(self, job: str, tag: str) -> list[StoredSnapshot]:
         """Return what this server has saved under a tag."""
-        return _saved_in(self.folder, job, tag)
+        return _saved_snapshots_in_folder(self.folder, job, tag)
 
     def tags(self, job: str) -> list[str]:
         """Return the tags under which servers have saved something of a job."""
         pattern = re.compile(rf"save-({_TAG.pattern})\.[0-9a-f]{{24}}\.{zlib.crc32(job.encode()):08x}")
-        names = [path.name for folder in self._of_servers() for path in _entries(folder)]
+        names = [path.name for folder in self._of_servers() for path in _entries_of_snapshot_folder(folder)]
         return sorted({match[1] for name in names if (match := pattern.fullmatch(name)) is not None})
 
     def has(self, name: SnapshotName) -> bool:
         """Return whether this server has a snapshot whose manifest is whole."""
         try:
-            return read_snapshot(self.folder / name.path).name == name
+            return read_snapshot_folder(self.folder / name.path).name == name
         except RecoveryError:
             return False
 
     def _of_servers(self) -> list[Path]:
-        return [path for path in _entries(self._root) if _OF_SERVER.fullmatch(path.name) is not None]
+        return [
+            path
+            for path in _entries_of_snapshot_folder(self._root)
+            if _OF_SERVER.fullmatch(path.name) is not None
+        ]
 
     def quarantine(self, snapshot: StoredSnapshot) -> None:
         """Rename a damaged snapshot, so that it is not offered again but can still be examined."""
@@ -262,14 +266,14 @@ class SnapshotFolder:
         return self.folder / f"{_TEMPORARY}{os.getpid()}-{next(self._count)}"
 
 
-def delete(folders: Iterable[Path | None]) -> None:
-    """Delete what `take_away` has renamed; takes long if it is large."""
+def delete_snapshot_folders(folders: Iterable[Path | None]) -> None:
+    """Delete what `mark_for_deletion` has renamed; takes long if it is large."""
     for folder in folders:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _ChecksumWriter:
+class _SnapshotFileWriter:
     """Passes data on to a file in chunks, and computes their checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -285,32 +289,32 @@ class _ChecksumWriter:
         self.nbytes += len(view)
 
 
-def _entries(folder: Path) -> list[Path]:
+def _entries_of_snapshot_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
         return []
 
 
-def _snapshots_in(folder: Path, pattern: re.Pattern[str]) -> list[StoredSnapshot]:
+def _snapshots_in_folder(folder: Path, pattern: re.Pattern[str]) -> list[StoredSnapshot]:
     found = []
-    for path in _entries(folder):
+    for path in _entries_of_snapshot_folder(folder):
         if pattern.fullmatch(path.name) is None:
             continue
         try:
-            found.append(read_snapshot(path))
+            found.append(read_snapshot_folder(path))
         except RecoveryError as error:
             if path.exists():  # it was not just removed
                 _log.error("%s; it is left out", error)
     return found
 
 
-def _saved_in(folder: Path, job: str, tag: str) -> list[StoredSnapshot]:
-    pattern = rf"save-{re.escape(check_tag(tag))}\.[0-9a-f]{{24}}\.{zlib.crc32(job.encode()):08x}"
-    return [one for one in _snapshots_in(folder, re.compile(pattern)) if one.name[::2] == (job, tag)]
+def _saved_snapshots_in_folder(folder: Path, job: str, tag: str) -> list[StoredSnapshot]:
+    pattern = rf"save-{re.escape(check_snapshot_tag(tag))}\.[0-9a-f]{{24}}\.{zlib.crc32(job.encode()):08x}"
+    return [one for one in _snapshots_in_folder(folder, re.compile(pattern)) if one.name[::2] == (job, tag)]
 
 
-def read_snapshot(folder: Path) -> StoredSnapshot:
+def read_snapshot_folder(folder: Path) -> StoredSnapshot:
     """Read the manifest of a snapshot. Raises RecoveryError if it is missing, damaged or of another version."""
     path = folder / _MANIFEST
     try:
@@ -318,7 +322,7 @@ def read_snapshot(folder: Path) -> StoredSnapshot:
             data = file.read(_MAX_MANIFEST + 1)
     except OSError as error:
         raise RecoveryError(f"{path} cannot be read: {error}") from None
-    content = _verified(data)
+    content = _decode_snapshot_manifest(data)
     if content is None:
         raise RecoveryError(f"{path} is damaged: its checksum does not fit")
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
@@ -333,32 +337,34 @@ def read_snapshot(folder: Path) -> StoredSnapshot:
     return StoredSnapshot(name, folder, content["facts"], *content["tensors"])
 
 
-def _with_checksum(content: Mapping[str, Any]) -> bytes:
-    text = _encode_json(content)
-    return _encode_json({"checksum": zlib.crc32(text), "content": content})
+def _encode_snapshot_manifest(content: Mapping[str, Any]) -> bytes:
+    text = _encode_manifest_json(content)
+    return _encode_manifest_json({"checksum": zlib.crc32(text), "content": content})
 
 
-def _verified(data: bytes) -> Mapping[str, Any] | None:
-    """Return what `_with_checksum` has encoded; None if the bytes are not exactly that."""
+def _decode_snapshot_manifest(data: bytes) -> Mapping[str, Any] | None:
+    """Return what `_encode_snapshot_manifest` has encoded; None if the bytes are not exactly that."""
     try:
         value = json.loads(data)
         checksum, content = value["checksum"], value["content"]
-        is_whole = _encode_json(value) == data and zlib.crc32(_encode_json(content)) == checksum
+        is_whole = (
+            _encode_manifest_json(value) == data and zlib.crc32(_encode_manifest_json(content)) == checksum
+        )
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return content if is_whole and isinstance(content, dict) else None
 
 
-def _encode_json(value: Any) -> bytes:
+def _encode_manifest_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, indent=1).encode() + b"\n"
 
 
-def _fsync(file: BinaryIO) -> None:
+def _fsync_snapshot_file(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _fsync_folder(folder: Path) -> None:
+def _fsync_snapshot_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -366,6 +372,6 @@ def _fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def latest_of(snapshots: Iterable[StoredSnapshot], count: int) -> list[StoredSnapshot]:
+def latest_snapshots(snapshots: Iterable[StoredSnapshot], count: int) -> list[StoredSnapshot]:
     """Return the latest snapshots, up to a count."""
     return sorted(snapshots, key=lambda one: one.name.round)[-count:]

@@ -20,11 +20,13 @@ _DTYPES = {
 }  # fmt: skip
 
 
-class Writable(Protocol):
+class WritableTensorFile(Protocol):
     def write(self, data: Any, /) -> object: ...
 
 
-def write_tensors(file: Writable, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_tensors(
+    file: WritableTensorFile, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
     """Write contiguous CPU tensors in the safetensors format, in a fixed order. Raises ValueError for other dtypes."""
     # Largest item size first, so that all tensors are aligned; safetensors writes them in the same order.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))

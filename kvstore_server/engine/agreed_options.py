@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
-from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.optimizer.base import Hyper
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
@@ -53,7 +53,7 @@ class AgreedOptimizer:
             values = unpack_control(spec)
             if not isinstance(values, dict) or "name" not in values:
                 raise ConfigurationError(f"an optimizer is sent as a map with a name, got {values!r:.80}")
-            built = create_from_spec(_restore_tuples(values))
+            built = create_optimizer_from_spec(_restore_option_tuples(values))
             built.try_out(built.hyper)
             accept(built)
             self._spec, self.named = spec, built
@@ -78,11 +78,16 @@ class AgreedOptimizer:
         # The lowest rank's is effective; compare all others with it.
         reference = self._sent[min(self._sent)]
         if self._spec != reference:
-            self._spec, self.named = reference, create_from_spec(_restore_tuples(unpack_control(reference)))
+            self._spec, self.named = (
+                reference,
+                create_optimizer_from_spec(_restore_option_tuples(unpack_control(reference))),
+            )
         names = {s: None if self._is_sync else unpack_control(s)["name"] for s in self._sent.values()}
         sent = {r: s for r, s in self._sent.items() if self._is_sync or names[s] != names[reference]}
         sent[min(self._sent)] = reference
-        _check_equal(sent, _said_of_spec, "set different optimizers", "set the same one on every worker")
+        _check_options_agree(
+            sent, _describe_sent_optimizer, "set different optimizers", "set the same one on every worker"
+        )
         self._is_agreed = True
         return self.named
 
@@ -97,7 +102,7 @@ class AgreedOptions:
 
     def check(self, packed: bytes) -> None:
         if packed not in self._sent.values():
-            _check_hypers(unpack_control(packed), self._plan)
+            _check_agreed_hypers(unpack_control(packed), self._plan)
 
     def set(self, rank: int, packed: bytes) -> None:
         """Record what a rank sent with its commit, after `check`."""
@@ -149,7 +154,7 @@ class AgreedOptions:
         sent = {rank: packed for rank, packed in {**self._sent, **declared}.items() if rank in ranks}
         if len(set(sent.values())) > 1:
             way_out = "change them in the same step on every worker"
-            _check_equal(sent, _said_of_options, "disagree on hyper-parameters", way_out)
+            _check_options_agree(sent, _describe_sent_options, "disagree on hyper-parameters", way_out)
         return sent[min(sent)] if sent else b""
 
 
@@ -178,7 +183,7 @@ def pack_hypers(
 
 
 def unpack_hypers(packed: bytes) -> dict[str, Any]:
-    values: dict[str, Any] = _restore_tuples(unpack_control(packed))
+    values: dict[str, Any] = _restore_option_tuples(unpack_control(packed))
     return values
 
 
@@ -204,7 +209,7 @@ def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]
     return rows
 
 
-def _check_hypers(values: Any, plan: Plan) -> None:
+def _check_agreed_hypers(values: Any, plan: Plan) -> None:
     names = {"groups", "lr_mult", "wd_mult", "update_on_kvstore"}
     is_fit = isinstance(values, dict) and set(values) - {"limits", "stages"} == names
     is_fit = is_fit and all(
@@ -229,7 +234,7 @@ Said = dict[str, Any]
 """The beginning of a sentence → the value that completes it."""
 
 
-def _check_equal(
+def _check_options_agree(
     sent: Mapping[int, bytes], said_of: Callable[[dict[str, Any]], Said], problem: str, way_out: str
 ) -> None:
     """Raise PlanMismatchError with the first difference if a rank sent something else than the lowest one."""
@@ -245,7 +250,7 @@ def _check_equal(
             )
 
 
-def _said_of_options(values: dict[str, Any]) -> Said:
+def _describe_sent_options(values: dict[str, Any]) -> Said:
     groups, limits = values["groups"], values.get("limits", {})
     return {
         "update_on_kvstore is ": values["update_on_kvstore"],
@@ -257,16 +262,18 @@ def _said_of_options(values: dict[str, Any]) -> Said:
     }
 
 
-def _said_of_spec(spec: dict[str, Any]) -> Said:
+def _describe_sent_optimizer(spec: dict[str, Any]) -> Said:
     name, hypers = spec["name"], {**spec["hyper"], **spec}
     return {"": repr(name), **{f"{name!r} has {n}=": hypers[n] for n in sorted(hypers) if n != "hyper"}}
 
 
-def _restore_tuples(value: Any) -> Any:
+def _restore_option_tuples(value: Any) -> Any:
     """Turn lists back into tuples, which msgpack does not have, except the list of groups."""
     if isinstance(value, dict):
         return {
-            name: _restore_tuples(item) if name != "groups" else [_restore_tuples(g) for g in item]
+            name: _restore_option_tuples(item)
+            if name != "groups"
+            else [_restore_option_tuples(g) for g in item]
             for name, item in value.items()
         }
     return tuple(value) if isinstance(value, list) else value

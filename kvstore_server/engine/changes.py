@@ -16,7 +16,7 @@ _MAX_BASES = 1024
 
 
 @dataclass
-class Changes:
+class ImageChanges:
     """What the next image of a namespace contains.
 
     Args:

@@ -4,8 +4,8 @@ It is *logical*: weights and optimizer state by table and slice, and the rest as
 and places in memory. Slices do not depend on the number of servers, so the slices of a table can be collected from
 the snapshots of any number of them.
 
-`make_cut` copies, and is all that training waits for. `tensors_of` and `read_spaces` convert a cut to the contents of
-a file and back; `restore_space` fills a namespace with it.
+`make_cut` copies, and is all that training waits for. `tensors_of_cuts` and `read_spaces` convert a cut to the contents
+of a file and back; `restore_space` fills a namespace with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.durable.snapshot_folder import StoredSnapshot
-from kvstore_server.engine.image import Image, apply_image, make_common_image, pack, register_of, unpack
+from kvstore_server.engine.image import (
+    Image,
+    apply_image,
+    make_common_image,
+    pack_image,
+    register_of_image,
+    unpack_image,
+)
 from kvstore_server.engine.membership import Sessions
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.engine.table import Table
@@ -31,7 +38,7 @@ _LINE = 64
 _MIN_CHUNK = 16 << 20
 
 
-class CopyBuffer:
+class CutBuffer:
     """Memory for the copies of a cut, which is used again for the next one.
 
     Args:
@@ -96,7 +103,7 @@ class SpaceCut:
     states: Mapping[tuple[int, int], States]
 
 
-def make_cut(spaces: Iterable[Namespace], buffer: CopyBuffer) -> list[SpaceCut]:
+def make_cut(spaces: Iterable[Namespace], buffer: CutBuffer) -> list[SpaceCut]:
     """Copy the present state of some namespaces, which changes in no way until this returns."""
     buffer.reset()
     found = []
@@ -109,12 +116,12 @@ def make_cut(spaces: Iterable[Namespace], buffer: CopyBuffer) -> list[SpaceCut]:
                 place = table.number, slice_.index
                 weights[place] = buffer.copy(shard.storage.padded[unit.slots[slice_.index]])
                 states[place] = shard.get_state(unit, slice_.index, buffer.copy)
-            counts.append(_counts_of(space, table).tobytes())
+            counts.append(_cut_update_counts(space, table).tobytes())
         found.append(SpaceCut(make_common_image(space), counts, weights, states))
     return found
 
 
-def tensors_of(cuts: Sequence[SpaceCut]) -> dict[str, Tensor]:
+def tensors_of_cuts(cuts: Sequence[SpaceCut]) -> dict[str, Tensor]:
     """Return a cut as the contents of a file of tensors."""
     found: dict[str, Tensor] = {}
     for number, cut in enumerate(cuts):
@@ -125,7 +132,7 @@ def tensors_of(cuts: Sequence[SpaceCut]) -> dict[str, Tensor]:
             summary, parts = describe_states(cut.states[table, index])
             summaries.append([table, index, summary])
             found |= {f"{name}/state {at}": part for at, part in enumerate(parts)}
-        image = pack({**cut.image, "counts": list(cut.counts), "slices": summaries})
+        image = pack_image({**cut.image, "counts": list(cut.counts), "slices": summaries})
         found[f"{number}/image"] = torch.frombuffer(bytearray(image), dtype=torch.uint8)
     return found
 
@@ -158,14 +165,15 @@ def read_spaces(snapshot: StoredSnapshot) -> list[StoredSpace]:
     tensors = dict(snapshot.tensors())
     try:
         return [
-            _read_space(number, tensors) for number in range(sum(one.endswith("/image") for one in tensors))
+            _read_cut_space(number, tensors)
+            for number in range(sum(one.endswith("/image") for one in tensors))
         ]
     except (LookupError, TypeError, ValueError) as error:
         raise RecoveryError(f"{snapshot.name} in {snapshot.folder} contradicts itself: {error!r}") from error
 
 
-def _read_space(number: int, tensors: Mapping[str, Tensor]) -> StoredSpace:
-    image = unpack(bytes_of(tensors[f"{number}/image"]))
+def _read_cut_space(number: int, tensors: Mapping[str, Tensor]) -> StoredSpace:
+    image = unpack_image(bytes_of(tensors[f"{number}/image"]))
     slices = {}
     for table, index, summary in image["slices"]:
         name = f"{number}/{table}/{index}"
@@ -185,21 +193,21 @@ def restore_space(space: Namespace, stored: StoredSpace, sessions: Sessions) -> 
     for rank, spec in image["optimizer"]:
         space.set_optimizer(rank, spec)
     for row in image["declared"]:
-        space.register(*register_of(row))
+        space.register(*register_of_image(row))
     for table, counts in zip(space.tables, image["counts"], strict=True):
-        _counts_of(space, table)[:] = np.frombuffer(counts, np.int64)
+        _cut_update_counts(space, table)[:] = np.frombuffer(counts, np.int64)
         for slice_ in table.unit.slices:
             found = stored.slices.get((table.number, slice_.index))
             if found is None:
                 raise RecoveryError(f"the snapshot does not have slice {slice_.index} of {table.name!r}")
-            put_slice(table, slice_.index, found)
+            put_cut_slice(table, slice_.index, found)
     apply_image(space, sessions, image)
     space.claim_restored()
     for table in space.tables if space.shard.tracks_changes else ():
         table.unit.changes.begin(table.version)
 
 
-def put_slice(table: Table, index: int, stored: StoredSlice) -> None:
+def put_cut_slice(table: Table, index: int, stored: StoredSlice) -> None:
     """Replace the weights and the optimizer's state of a slice. Raises RecoveryError if they do not fit it."""
     slice_ = table.plan.slices[index]
     if tuple(stored.weights.shape) != (slice_.length,) or stored.weights.dtype != torch_dtype(slice_.dtype):
@@ -212,6 +220,6 @@ def put_slice(table: Table, index: int, stored: StoredSlice) -> None:
     table.shard.put_state(table.unit, index, unpack_states(slice_, stored.summary, data))
 
 
-def _counts_of(space: Namespace, table: Table) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _cut_update_counts(space: Namespace, table: Table) -> np.ndarray[Any, np.dtype[np.int64]]:
     first = table.unit.first_key
     return space.shard.counts[first : first + len(table.unit.plan.specs)]

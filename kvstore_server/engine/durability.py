@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_server.durable.fd_store import PREFIX, FdStore, StoredDescriptor
+from kvstore_server.durable.fd_store import PREFIX, FdStore, FdStoreDescriptor
 from kvstore_server.durable.journal import (
     OWN,
     PLAN,
@@ -31,31 +31,31 @@ from kvstore_server.durable.journal import (
     ROWS,
     SHADOW,
     Journal,
+    JournalRows,
     Matrix,
-    RowsBefore,
-    join_rows,
-    pack_rows,
-    undo_plan,
-    undo_ranges,
-    undo_rows,
-    unpack_rows,
+    join_journal_rows,
+    pack_journal_rows,
+    undo_journal_plan,
+    undo_journal_ranges,
+    undo_journal_rows,
+    unpack_journal_rows,
 )
-from kvstore_server.durable.log import Log, Record, read_generation, read_records
-from kvstore_server.durable.memory import REGION, DurableMemory, Region
+from kvstore_server.durable.log import DurableLog, LogRecord, read_log_generation, read_log_records
+from kvstore_server.durable.memory import REGION, DurableMemory, DurableRegion
 from kvstore_server.engine.image import (
     Image,
     apply_image,
     make_image,
-    pack,
-    register_of,
-    restore_sessions,
-    unpack,
+    pack_image,
+    register_of_image,
+    restore_image_sessions,
+    unpack_image,
 )
 from kvstore_server.engine.increments import (
     RoundIncrements,
     expand_increments,
     increments_of,
-    note_base,
+    note_increment_base,
     unpack_increments,
 )
 from kvstore_server.engine.membership import Sessions
@@ -78,7 +78,7 @@ _MIN_LOG, _GROWTH = 1 << 20, 4
 """A log is replaced when it is longer than both: bytes, and times the length of its beginning."""
 
 
-def _change_after(generation: int, commits: int) -> int:
+def _durability_change_number(generation: int, commits: int) -> int:
     """Return what identifies a change: the log, and how many commits are before it."""
     return generation << 32 | commits
 
@@ -115,14 +115,14 @@ class Head:
 
 
 @dataclass
-class Stored:
+class DurabilityContents:
     """What the processes before have left."""
 
     head: Head
     generation: int
     last: int
     """The highest number that a region ever had."""
-    regions: list[Region]
+    regions: list[DurableRegion]
     gone: Collection[int]
     """The numbers of regions of namespaces that do not exist."""
     spaces: dict[int, list[Image]]
@@ -132,18 +132,18 @@ class Stored:
     """Namespaces whose workers have all finished."""
     change: int
     """The journal's number."""
-    undo: list[Record]
+    undo: list[LogRecord]
     """What the journal has protected and not committed."""
     plans: list[bytes]
     """By which the journal may have protected more."""
     commits: int
     """How many are in the log."""
-    rows_before: dict[Matrix, RowsBefore]
+    rows_before: dict[Matrix, JournalRows]
     """As in `Journal`."""
-    kept: Sequence[StoredDescriptor]
+    kept: Sequence[FdStoreDescriptor]
 
 
-class _Images:
+class _DurabilityImages:
     """The images of a namespace in a log, in order; of those that count from the same one only the last is kept."""
 
     def __init__(self) -> None:
@@ -177,28 +177,28 @@ class _Images:
         return list(self._found.values())
 
 
-class _LogContents:
-    """What the records of a log say, as far as it still holds; the arguments of `Stored`."""
+class _DurabilityLogContents:
+    """What the records of a log say, as far as it still holds; the arguments of `DurabilityContents`."""
 
     def __init__(self) -> None:
         self.head: Head | None = None
         self.known: dict[int, tuple[int, str]] = {}
         """Number of each region → its size in bytes, and its key."""
-        self.images: dict[int, _Images] = {}
+        self.images: dict[int, _DurabilityImages] = {}
         self.plans: list[bytes] = []
-        self.undo: list[Record] = []
-        self.rows_before: dict[Matrix, RowsBefore] = {}
+        self.undo: list[LogRecord] = []
+        self.rows_before: dict[Matrix, JournalRows] = {}
         self.finished: list[str] = []
         self.last = self.last_space = self.change = self.commits = 0
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """Take the next record. Raises RecoveryError if it is of an unknown kind, or contradicts earlier ones."""
         data = record.data
         if record.kind == _HEAD:
-            *values, self.last, self.last_space = unpack(data)
+            *values, self.last, self.last_space = unpack_image(data)
             self.head = Head(*values)
         elif record.kind == _MEMORY:
-            number, nbytes, key = unpack(data)
+            number, nbytes, key = unpack_image(data)
             self.known[number] = nbytes, key
         elif record.kind in (_COMMIT, _ROUND):
             self._commit(record)
@@ -208,16 +208,16 @@ class _LogContents:
             self.plans.append(data)
         elif record.kind == _ROWS_BEFORE:
             [change] = _CHANGE.unpack_from(data)
-            self.rows_before |= join_rows(change, [unpack_rows(data[_CHANGE.size :])])
+            self.rows_before |= join_journal_rows(change, [unpack_journal_rows(data[_CHANGE.size :])])
         else:
             raise RecoveryError(f"the stored log has a record of kind {record.kind}")
 
-    def _commit(self, record: Record) -> None:
+    def _commit(self, record: LogRecord) -> None:
         """Take a commit: what was protected before it need not be undone any more, except for what it holds."""
         self.commits += 1
         self.change, size = _COMMIT_HEAD.unpack_from(record.data)
-        rows = [unpack_rows(one.data) for one in self.undo if one.kind == _ROWS]
-        self.rows_before |= join_rows(self.change, rows)
+        rows = [unpack_journal_rows(one.data) for one in self.undo if one.kind == _ROWS]
+        self.rows_before |= join_journal_rows(self.change, rows)
         first = _COMMIT_HEAD.size
         if record.kind == _ROUND:
             self.undo = []
@@ -228,28 +228,28 @@ class _LogContents:
                 )
             self.images[number].grow(more)
             return
-        self.undo = [Record(_RANGES, record.data[first : first + size])]
-        ended, new_images, names = unpack(record.data[first + size :])
+        self.undo = [LogRecord(_RANGES, record.data[first : first + size])]
+        ended, new_images, names = unpack_image(record.data[first + size :])
         self.finished = self.finished if names is None else names
         for number, image in new_images:
-            self.images.setdefault(number, _Images()).add(image)
+            self.images.setdefault(number, _DurabilityImages()).add(image)
             self.last_space = max(self.last_space, number)
         for number in ended:
             self.images.pop(number, None)
 
 
-def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
+def read_durability(kept: Sequence[FdStoreDescriptor]) -> DurabilityContents | None:
     """Read what an earlier process has left, if any. Nothing is changed.
 
     Raises:
         RecoveryError: It is damaged, or something is missing.
     """
-    logs = {read_generation(one.fd): one for one in kept if one.name.startswith(LOG)}
+    logs = {read_log_generation(one.fd): one for one in kept if one.name.startswith(LOG)}
     if not logs:
         return None
     # 1. The newest log, and what it says.
-    generation, log = max(logs), _LogContents()
-    for record in read_records(logs[generation].fd):
+    generation, log = max(logs), _DurabilityLogContents()
+    for record in read_log_records(logs[generation].fd):
         log.add(record)
     if log.head is None:
         raise RecoveryError("the stored log does not say which server it belongs to")
@@ -266,9 +266,9 @@ def read_stored(kept: Sequence[StoredDescriptor]) -> Stored | None:
         if os.fstat(fds[number]).st_size != nbytes:
             found = os.fstat(fds[number]).st_size
             raise RecoveryError(f"memory {number} of this server ({key}) has {found} bytes, not {nbytes}")
-        regions.append(Region(number, key, os.dup(fds[number])))
+        regions.append(DurableRegion(number, key, os.dup(fds[number])))
     spaces = {number: own.all() for number, own in log.images.items()}
-    return Stored(
+    return DurabilityContents(
         log.head, generation, max([log.last, *log.known, *fds]), regions, gone, spaces, log.last_space, log.finished,
         log.change, log.undo, log.plans, log.commits, log.rows_before, kept,
     )  # fmt: skip
@@ -282,10 +282,10 @@ class Durability:
         stored: What an earlier process has left.
     """
 
-    def __init__(self, store: FdStore, stored: Stored | None = None) -> None:
+    def __init__(self, store: FdStore, stored: DurabilityContents | None = None) -> None:
         self._store = store
         self._stored = stored
-        self._log: Log | None = None
+        self._log: DurableLog | None = None
         self._commits = 0
         """How many are in the log."""
         self._least = 0
@@ -346,11 +346,11 @@ class Durability:
             )
         else:
             images = [[self._numbers[name], self._image(namespaces[name], sessions)] for name in dirty]
-            data = pack([self._ended, images, list(finished) if self._ended else None])
+            data = pack_image([self._ended, images, list(finished) if self._ended else None])
             self._log.append(_COMMIT, _COMMIT_HEAD.pack(self.journal.number, len(held)), held, data)
         self._commits += 1
         failpoint("server.commit.logged")
-        self.journal.commit(_change_after(self._log.generation, self._commits))
+        self.journal.commit(_durability_change_number(self._log.generation, self._commits))
         ended = bool(self._ended)
         self._ended.clear()
         if ended or self._log.end > max(_MIN_LOG, _GROWTH * self._least):
@@ -365,7 +365,7 @@ class Durability:
     @staticmethod
     def _image(space: Namespace, sessions: Sessions) -> Image:
         image = make_image(space, sessions)
-        note_base(space, image)
+        note_increment_base(space, image)
         return image
 
     # ---------------------------------------------------------------- the log
@@ -400,17 +400,17 @@ class Durability:
         generation = 1 + (former.generation if former else self._stored.generation if self._stored else 0)
         # 1. Write it completely.
         fd = os.memfd_create("kvstore-log", os.MFD_CLOEXEC)
-        log = Log(fd, generation)
+        log = DurableLog(fd, generation)
         head = self._head
         values = [head.server, head.num_servers, head.capability, head.run_id, head.endpoint]
-        log.append(_HEAD, pack([*values, self.memory.last, self._last_space]))
+        log.append(_HEAD, pack_image([*values, self.memory.last, self._last_space]))
         kept = self._needed(namespaces)
         for number in sorted(kept):
             region = self.memory.regions[number]
-            log.append(_MEMORY, pack([number, region.nbytes, region.key]))
+            log.append(_MEMORY, pack_image([number, region.nbytes, region.key]))
         self.journal.forget_others(kept)
         for matrix, before in self.journal.rows_before.items():
-            log.append(_ROWS_BEFORE, _CHANGE.pack(before.change) + pack_rows(*matrix, before.ids))
+            log.append(_ROWS_BEFORE, _CHANGE.pack(before.change) + pack_journal_rows(*matrix, before.ids))
         images = []
         for name, space in namespaces.items():
             assert space.changes is not None
@@ -419,14 +419,14 @@ class Durability:
             images.append([self._numbers[name], self._image(space, sessions)])
         self._dirty.clear()
         held = self.journal.held()
-        data = pack([[], images, list(finished)])
+        data = pack_image([[], images, list(finished)])
         log.append(_COMMIT, _COMMIT_HEAD.pack(self.journal.number, len(held)), held, data)
         failpoint("server.compact.written")
         # 2. From here on it counts.
         self._store.store(f"{LOG}{generation}", fd)
         failpoint("server.compact.stored")
         self._log, self._least, self._commits = log, log.end, 1
-        self.journal.begin_log(generation, _change_after(generation, 1))
+        self.journal.begin_log(generation, _durability_change_number(generation, 1))
         if former is not None:
             self._store.remove(f"{LOG}{former.generation}")
             former.close()
@@ -463,7 +463,7 @@ class Durability:
 
     def _record_memory(self, number: int, nbytes: int, key: str) -> None:
         if self._log is not None:  # otherwise `start` records all
-            self._log.append(_MEMORY, pack([number, nbytes, key]))
+            self._log.append(_MEMORY, pack_image([number, nbytes, key]))
 
     def _record_protected(self, what: int, data: bytes) -> None:
         if self._log is not None:
@@ -475,10 +475,10 @@ class Durability:
         """Return durable memory to what it was at the last commit of the earlier process."""
         assert self._stored is not None
         for record in self._stored.undo:
-            undo = undo_rows if record.kind == _ROWS else undo_ranges
+            undo = undo_journal_rows if record.kind == _ROWS else undo_journal_ranges
             self._undone += undo(self.memory, record.data, self._stored.gone)
-        change = _change_after(self._stored.generation, self._stored.commits)
-        self._undone += undo_plan(self.memory, change, self._stored.plans, self._stored.gone)
+        change = _durability_change_number(self._stored.generation, self._stored.commits)
+        self._undone += undo_journal_plan(self.memory, change, self._stored.plans, self._stored.gone)
 
     @property
     def finished(self) -> list[str]:
@@ -529,11 +529,11 @@ class Durability:
             space.set_optimizer(rank, spec)
         for image in images:
             for row in image.get("declared", ()):
-                space.register(*register_of(row))
+                space.register(*register_of_image(row))
             failpoint("server.recovery.declared")
         # 2. Then set what the images say, in their order.
         for image in images:
-            restore_sessions(sessions, image.get("sessions", ()), now)
+            restore_image_sessions(sessions, image.get("sessions", ()), now)
             apply_image(space, sessions, image)
         space.claim_restored()
         failpoint("server.recovery.applied")

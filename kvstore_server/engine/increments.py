@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from kvstore_server.engine.changes import Changes
+from kvstore_server.engine.changes import ImageChanges
 from kvstore_server.engine.image import (
     COUNTERS,
     Image,
-    Segments,
-    client_rows,
-    end_rows,
-    entries_are_known,
-    hyper_rows,
+    ImageSegments,
+    image_client_rows,
+    image_end_rows,
+    image_hyper_rows,
+    image_knows_entries,
+    image_knows_tensors,
     image_numbers,
-    located,
-    tensors_are_known,
-    unpack,
+    locate_image_segments,
+    unpack_image,
 )
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.engine.rounds import Ints
@@ -40,12 +40,12 @@ _COLUMNS = COUNTERS + 5
 _HEAD = struct.Struct(f"<{2 + _COLUMNS}q")
 
 
-class RoundBase(NamedTuple):
+class IncrementBase(NamedTuple):
     """An image that increments can count from."""
 
     number: int
     tables: list[Table]
-    where: Segments
+    where: ImageSegments
     ids: Ints
     """The numbers of the tables."""
     values: Ints
@@ -88,11 +88,11 @@ def unpack_increments(data: bytes) -> tuple[int, RoundIncrements]:
     if len(data) < _HEAD.size:
         raise RecoveryError(f"the stored log has a record of a round of {len(data)} bytes")
     space, number, *columns = _HEAD.unpack_from(data)
-    more = unpack(data[_HEAD.size :]) if len(data) > _HEAD.size else ()
+    more = unpack_image(data[_HEAD.size :]) if len(data) > _HEAD.size else ()
     return space, RoundIncrements(number, columns, *more)
 
 
-def note_base(space: Namespace, image: Image) -> None:
+def note_increment_base(space: Namespace, image: Image) -> None:
     """Let later rounds of the same tables be logged as increments of an image that was just made, if they can be."""
     changes = space.changes
     assert changes is not None
@@ -100,13 +100,13 @@ def note_base(space: Namespace, image: Image) -> None:
         return
     key = tuple(image["shard"]["numbers"])
     tables = [space.tables[number] for number in key]
-    if not _are_plain(space, changes, tables):
+    if not _can_increment_tables(space, changes, tables):
         return
     end = tables[0].ends.get(ALL)
-    where, ids = located(space, tables), np.array(key, np.int64)
+    where, ids = locate_image_segments(space, tables), np.array(key, np.int64)
     values, lengths = image_numbers(space, ids, tables, where)
     changes.last_base += 1
-    base = RoundBase(
+    base = IncrementBase(
         changes.last_base,
         tables,
         where,
@@ -114,7 +114,7 @@ def note_base(space: Namespace, image: Image) -> None:
         values,
         np.cumsum([0, *lengths[:-1]]),
         np.repeat(np.arange(len(lengths)), lengths),
-        end.hyper if end is not None and _have_ended_with(tables, end.hyper) else None,
+        end.hyper if end is not None and _can_increment_ends(tables, end.hyper) else None,
         space.shard.tracks_changes,
     )
     changes.keep_base(key, base)
@@ -140,7 +140,7 @@ def increments_of(space: Namespace) -> RoundIncrements | None:
     if base is None or space.rounds.pipelined or base.tracks_changes != space.shard.tracks_changes:
         return None
     # 1. Everything that is not a number must be as it was, except for how the round has ended.
-    if not _are_plain(space, changes, base.tables) or not entries_are_known(space, base.where):
+    if not _can_increment_tables(space, changes, base.tables) or not image_knows_entries(space, base.where):
         return None
     # 2. All numbers of a column must have grown by the same amount.
     values, _ = image_numbers(space, base.ids, base.tables, base.where)
@@ -148,12 +148,12 @@ def increments_of(space: Namespace) -> RoundIncrements | None:
     columns = grown[base.firsts]
     if grown.tobytes() != columns[base.column].tobytes():
         return None
-    clients = client_rows(space) if changes.clients else ()
-    hypers = hyper_rows(space, sorted(changes.hypers)) if changes.hypers else ()
+    clients = image_client_rows(space) if changes.clients else ()
+    hypers = image_hyper_rows(space, sorted(changes.hypers)) if changes.hypers else ()
     changes.clear()
-    is_usual = base.hyper is not None and _have_ended_with(base.tables, base.hyper)
+    is_usual = base.hyper is not None and _can_increment_ends(base.tables, base.hyper)
     return RoundIncrements(
-        base.number, columns.tolist(), clients, hypers, None if is_usual else end_rows(base.tables)
+        base.number, columns.tolist(), clients, hypers, None if is_usual else image_end_rows(base.tables)
     )
 
 
@@ -162,15 +162,15 @@ def expand_increments(image: Image, more: RoundIncrements) -> Image:
     ids, rounds, failed, failures, counters, ends, of_ends, conflicts = image["tables"]
     shard = image["shard"]
     by = iter(more.columns)
-    new = [_shifted(rounds, [next(by)]), _shifted(failed, [next(by)])]
+    new = [_add_increment(rounds, [next(by)]), _add_increment(failed, [next(by)])]
     of_counters = [next(by) for _ in range(COUNTERS)]
     if more.ends is None:  # each has the version of its table
         ends = [[version + of_counters[0], *rest] for version, *rest in ends]
     else:
         ends, of_ends = more.ends
-    counted = {name: _shifted(shard[name], [next(by)]) for name in ("counts", "steps", "protected")}
+    counted = {name: _add_increment(shard[name], [next(by)]) for name in ("counts", "steps", "protected")}
     return {
-        "tables": [ids, *new, failures, _shifted(counters, of_counters), ends, of_ends, conflicts],
+        "tables": [ids, *new, failures, _add_increment(counters, of_counters), ends, of_ends, conflicts],
         "shard": {
             "numbers": shard["numbers"], "runs": shard["runs"], "notes": shard["notes"], "deltas": [], "reads": [],
             **counted,
@@ -178,14 +178,14 @@ def expand_increments(image: Image, more: RoundIncrements) -> Image:
     }  # fmt: skip
 
 
-def _shifted(data: bytes, by: Sequence[int]) -> bytes:
+def _add_increment(data: bytes, by: Sequence[int]) -> bytes:
     return (np.frombuffer(data, np.int64).reshape(-1, len(by)) + np.array(by, np.int64)).tobytes()
 
 
-def _are_plain(space: Namespace, changes: Changes, tables: Sequence[Table]) -> bool:
+def _can_increment_tables(space: Namespace, changes: ImageChanges, tables: Sequence[Table]) -> bool:
     """Return whether all that an image says of these tables, `ends` aside, are numbers, and memory that it knows."""
     storage, shared = space.shard.storage, space.rounds.shared
-    if storage.moved_to or changes.steps.get(-1) or not tensors_are_known(storage, changes):
+    if storage.moved_to or changes.steps.get(-1) or not image_knows_tensors(storage, changes):
         return False
     for table in tables:
         if (
@@ -198,7 +198,7 @@ def _are_plain(space: Namespace, changes: Changes, tables: Sequence[Table]) -> b
     return True
 
 
-def _have_ended_with(tables: Sequence[Table], hyper: bytes) -> bool:
+def _can_increment_ends(tables: Sequence[Table], hyper: bytes) -> bool:
     """Return whether the last round of all tables was an update with these options."""
     for table in tables:
         if len(table.ends) != 1 or table.ends.get(ALL) != RoundEnd(table.version, hyper=hyper):

@@ -15,7 +15,7 @@ from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.engine.agreed_options import effective_hypers
 from kvstore_server.engine.rounds import Mode
 from kvstore_server.errors import KVStoreError
-from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.plan import ITEM_SIZE, SIZES, Plan, TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.shard.reduction import RankContribution
@@ -43,7 +43,7 @@ def memory_limit(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
         own: The file that names those of this process.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *(limit for limit, _ in _read_limits(groups, own))])
+    return min([total, *(limit for limit, _ in _read_memory_limits(groups, own))])
 
 
 def available_memory(
@@ -57,12 +57,12 @@ def available_memory(
     """
     found = [0]
     with suppress(OSError, ValueError, StopIteration):
-        found = [1024 * _number_behind("MemAvailable:", meminfo)]
-    found += [limit - used for limit, used in _read_limits(groups, own)]
+        found = [1024 * _read_meminfo_number("MemAvailable:", meminfo)]
+    found += [limit - used for limit, used in _read_memory_limits(groups, own)]
     return max(min(found), 0)
 
 
-def _read_limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
+def _read_memory_limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, usage) in bytes of each control group around this process that has a limit."""
     try:
         lines = own.read_text(errors="surrogateescape").splitlines()
@@ -83,11 +83,11 @@ def _read_limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
                 with suppress(OSError, ValueError, StopIteration):
                     now = int((group / used).read_text())
                     # Inactive file pages do not count: the kernel drops them before the limit is reached.
-                    now -= _number_behind(unused, group / "memory.stat")
+                    now -= _read_meminfo_number(unused, group / "memory.stat")
                 yield most, now
 
 
-def _number_behind(name: str, file: Path) -> int:
+def _read_meminfo_number(name: str, file: Path) -> int:
     lines = map(str.split, file.read_text().splitlines())
     return next(int(words[1]) for words in lines if len(words) > 1 and words[0] == name)
 
@@ -123,7 +123,7 @@ def size_of_table(plan: Plan, server: int, num_workers: int, mode: Mode, optimiz
         state = 0.0
         # Measured once per optimizer and dtype, by one update of a small key.
         if optimizer is not None and slice_.dtype in ITEM_SIZE:  # integers have no optimizer state
-            state = weights * _state_bytes(pack_control(optimizer.spec()), slice_.dtype)
+            state = weights * _state_memory_ratio(pack_control(optimizer.spec()), slice_.dtype)
             state += (weights + state) * optimizer.may_raise  # the copy that a failed update restores
             state += weights * num_workers * (optimizer.delay_state is not None and not mode.is_sync)
         total += weights + int(state) + weights * plan.is_resident(slice_)
@@ -150,16 +150,16 @@ def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
         total += (
             slice_.length
             * SIZES[slice_.dtype]
-            * (1 + (_state_bytes(spec, slice_.dtype) if has_state else 0.0))
+            * (1 + (_state_memory_ratio(spec, slice_.dtype) if has_state else 0.0))
         )
     return int(total)
 
 
 @functools.lru_cache(maxsize=64)
-def _state_bytes(spec: bytes, dtype: str) -> float:
+def _state_memory_ratio(spec: bytes, dtype: str) -> float:
     """Return the bytes of state per byte of weights, measured by one update of a small key; 0 if that fails."""
     described = unpack_control(spec)
-    optimizer = create_from_spec(described)
+    optimizer = create_optimizer_from_spec(described)
     # User-defined optimizers are not tried, because that could change them.
     if optimizer.may_raise:
         return 0.0

@@ -33,7 +33,7 @@ from kvstore_server.codec import Codec, make_codec, torch_dtype
 from kvstore_server.debug_log import debug_log
 from kvstore_server.durable.journal import Journal
 from kvstore_server.engine.agreed_options import AgreedOptimizer
-from kvstore_server.engine.changes import Changes
+from kvstore_server.engine.changes import ImageChanges
 from kvstore_server.engine.facts import waits_of, workers_of
 from kvstore_server.engine.membership import ERROR_LENGTH, ERRORS_KEPT, Membership
 from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, size_of_copy, size_of_deltas, size_of_table
@@ -238,7 +238,7 @@ class Namespace:
         self._batches = BoundedCache[TableBatch](self.rounds.slots)
         self._locations = BoundedCache[SliceLocations](self.rounds.slots)
         journal, prefix, mark = durable or (None, "", None)
-        self.changes = None if mark is None else Changes(mark, BoundedCache(self.rounds.slots))
+        self.changes = None if mark is None else ImageChanges(mark, BoundedCache(self.rounds.slots))
         """What the next image contains; None: the state ends with the process."""
         self.shard = Shard(leases, journal, prefix)
         """The numbers of all tables."""

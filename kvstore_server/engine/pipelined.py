@@ -54,7 +54,7 @@ _PLAIN = (
 """Commit flags that allow pipelining."""
 
 
-class SlotRange(NamedTuple):
+class PipelinedSlots(NamedTuple):
     """A slot, or a part of it, that is applied at once; in elements."""
 
     slot: int
@@ -78,35 +78,35 @@ def declare_intent(space: Namespace, rank: int, body: m.Contribute, waiter: Wait
         table = space.table(number)
         is_open = round_ == tracker.number(number) and not tracker.has_committed(rank, number)
         if is_open and not flags & ~_PLAIN and tracker.declare_intent(rank, commit, body, waiter):
-            _check_revised_intent(space, table, rank)
+            _check_revised_pipelined_intent(space, table, rank)
             if table.pipelined is None:
-                _begin_round(space, table)
+                _begin_pipelined_round(space, table)
             if table.pipelined is not None:
-                out += _advance_table(space, table, table.pipelined.left)
+                out += _advance_pipelined_table(space, table, table.pipelined.left)
     return out
 
 
-def _check_revised_intent(space: Namespace, table: Table, rank: int) -> None:
+def _check_revised_pipelined_intent(space: Namespace, table: Table, rank: int) -> None:
     """Roll the round back unless what was applied fits a rank's revised intent, too."""
     state, intent = table.pipelined, space.rounds.shared.inputs[rank].intents[table.number]
     if state is None:
         return
     former = state.intents[rank]
     is_equal = intent == former._replace(packed=intent.packed, is_firm=intent.is_firm)
-    if is_equal and _fits_intent(table, state, former, intent.arrivals):
+    if is_equal and _fits_pipelined_intent(table, state, former, intent.arrivals):
         state.intents = {**state.intents, rank: intent}
     else:
         roll_back(space, table)
 
 
-def _fits_intent(table: Table, state: PipelinedRound, intent: Intent, arrivals: Ints) -> bool:
+def _fits_pipelined_intent(table: Table, state: PipelinedRound, intent: Intent, arrivals: Ints) -> bool:
     """Return whether the intent has the given marks for every slice that is applied in part or whole."""
     is_applied = np.ones(len(arrivals), np.bool_)
     is_applied[[slot - table.unit.first for slot, begin in state.left.items() if not begin]] = False
     return bool((intent.arrivals == arrivals)[is_applied].all())
 
 
-def _begin_round(space: Namespace, table: Table) -> None:
+def _begin_pipelined_round(space: Namespace, table: Table) -> None:
     """Begin to pipeline a table's round if all ranks have declared it and the table and optimizer allow it."""
     # 1. All ranks must have declared an intent, and the table must be usable.
     tracker, number = space.rounds.shared, table.number
@@ -128,14 +128,14 @@ def _begin_round(space: Namespace, table: Table) -> None:
     # 3. It must pay, and be possible: a large table, an elementwise optimizer that cannot raise, memory for a copy.
     is_long = space.rounds.slots.nbytes[table.unit.first : table.unit.end].sum() > MIN_PIPELINED
     is_simple = optimizer is None or (optimizer.elementwise and not optimizer.may_raise)
-    if is_long and is_simple and _has_room(space, table, optimizer):
+    if is_long and is_simple and _has_room_to_pipeline(space, table, optimizer):
         left = range(table.unit.first, table.unit.end)
         table.pipelined = PipelinedRound(optimizer, hyper, hypers, intents, dict.fromkeys(left, 0))
         space.rounds.pipelined.add(number)
         space.log_rounds("pipelined", tracker, [table])
 
 
-def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bool:
+def _has_room_to_pipeline(space: Namespace, table: Table, optimizer: Optimizer | None) -> bool:
     """Claim memory for the copy that is kept until the round is over; the claim is kept for later rounds."""
     if space.changes is not None:
         return True  # the journal's shadow, claimed with the table
@@ -157,35 +157,35 @@ def advance(space: Namespace, slots: Sequence[int]) -> list[m.Outgoing]:
     """Apply and answer slices that all ranks have given, after some of these slots arrived."""
     out: list[m.Outgoing] = []
     for number in space.rounds.pipelined.intersection(space.rounds.slots.table[list(slots)].tolist()):
-        out += _advance_table(space, space.tables[number], slots)
+        out += _advance_pipelined_table(space, space.tables[number], slots)
     return out
 
 
-def _advance_table(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Outgoing]:
+def _advance_pipelined_table(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Outgoing]:
     """Apply what all ranks have given of these slots, except the last slice of the table."""
     state = table.pipelined
     assert state is not None
     some = sorted(state.left.keys() & slots)
-    sizes = _slot_sizes(space, some)
-    levels = _available_levels(space, table, some, sizes)
+    sizes = _pipelined_slot_sizes(space, some)
+    levels = _pipelined_levels(space, table, some, sizes)
     ready = [
-        SlotRange(slot, state.left[slot], level, size)
+        PipelinedSlots(slot, state.left[slot], level, size)
         for slot, level, size in zip(some, levels, sizes, strict=True)
         if level > state.left[slot]
     ]
     # The last slice waits for the commits, so that the round cannot be complete before them.
     if sum([one.end == one.size for one in ready]) == len(state.left):
         ready.pop()
-    if not ready or not _apply_portions(space, table, ready):
+    if not ready or not _apply_pipelined_portions(space, table, ready):
         return []
-    return _send_weights(space, table, ready, state.intents.values())
+    return _send_pipelined_weights(space, table, ready, state.intents.values())
 
 
-def _slot_sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
+def _pipelined_slot_sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
     return [space.shard.storage.padded[slot].numel() for slot in slots]
 
 
-def _available_levels(
+def _pipelined_levels(
     space: Namespace, table: Table, slots: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
     state, first = table.pipelined, table.unit.first
@@ -197,21 +197,23 @@ def _available_levels(
             [slot] = slots
             # Not complete in the declared generation; perhaps in part.
             if own.arrivals[slot] != arrivals[slot - first]:
-                levels = [min(levels[0], _received_elements(own, slot, arrivals[slot - first]))]
+                levels = [min(levels[0], _received_pipelined_elements(own, slot, arrivals[slot - first]))]
             continue
         some = np.array(slots, np.int64)
         for at in (own.arrivals[some] != arrivals[some - first]).nonzero()[0].tolist():
-            levels[at] = min(levels[at], _received_elements(own, slots[at], arrivals[slots[at] - first]))
+            levels[at] = min(
+                levels[at], _received_pipelined_elements(own, slots[at], arrivals[slots[at] - first])
+            )
     return levels
 
 
-def _received_elements(own: RankInputs, slot: int, arrival: int) -> int:
+def _received_pipelined_elements(own: RankInputs, slot: int, arrival: int) -> int:
     """Return how many elements a rank has given of a slot that has not arrived completely."""
     partial = own.partial.get(slot)
     return partial.end // _STEP * _STEP if partial is not None and partial.arrival == arrival else 0
 
 
-def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange]) -> bool:
+def _apply_pipelined_portions(space: Namespace, table: Table, portions: Sequence[PipelinedSlots]) -> bool:
     """Apply some portions; return False if one cannot be applied, after rolling the whole round back."""
     state = table.pipelined
     assert state is not None
@@ -253,15 +255,19 @@ def _apply_portions(space: Namespace, table: Table, portions: Sequence[SlotRange
     return True
 
 
-def _send_weights(
-    space: Namespace, table: Table, portions: Sequence[SlotRange], ranks: Iterable[Intent]
+def _send_pipelined_weights(
+    space: Namespace, table: Table, portions: Sequence[PipelinedSlots], ranks: Iterable[Intent]
 ) -> list[m.Outgoing]:
-    waiting = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
-    bodies = {half: _build_weights(space, table, portions, half) for half in {half for _, half in waiting}}
+    waiting = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_pipelined_bytes(one)]
+    bodies = {
+        half: _build_pipelined_weights(space, table, portions, half) for half in {half for _, half in waiting}
+    }
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in waiting]
 
 
-def _build_weights(space: Namespace, table: Table, portions: Sequence[SlotRange], half: bool) -> m.Weights:
+def _build_pipelined_weights(
+    space: Namespace, table: Table, portions: Sequence[PipelinedSlots], half: bool
+) -> m.Weights:
     """Build a message with portions of new weights. Parts of slots are copied, because the slot is still changing."""
     storage, version = space.shard.storage, table.version + 1
     parts, payloads = list[tuple[int, ...]](), list[Tensor]()
@@ -280,7 +286,7 @@ def _build_weights(space: Namespace, table: Table, portions: Sequence[SlotRange]
     return m.Weights(m.matrix(parts, 4), tuple(payloads), space.mode.is_sync)
 
 
-def _wants_bytes(intent: Intent) -> bool:
+def _wants_pipelined_bytes(intent: Intent) -> bool:
     return intent.flags & (m.WANTS_WEIGHTS | m.MAPS_WEIGHTS) == m.WANTS_WEIGHTS
 
 
@@ -300,25 +306,27 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         is_as_declared &= (
             info is not None and info.is_plain and (info.rescale, flags) == (one.rescale, one.flags)
         )
-        is_as_declared &= _fits_intent(table, state, one, inputs.arrivals[table.unit.first : table.unit.end])
+        is_as_declared &= _fits_pipelined_intent(
+            table, state, one, inputs.arrivals[table.unit.first : table.unit.end]
+        )
     try:
         is_as_declared &= table.hyper.common(state.intents) == state.hyper
     except KVStoreError:
         is_as_declared = False
     # 2. Apply what is left.
-    sizes = _slot_sizes(space, state.left)
-    left = [SlotRange(*one, size, size) for one, size in zip(state.left.items(), sizes, strict=True)]
-    if not is_as_declared or not _apply_portions(space, table, left):
+    sizes = _pipelined_slot_sizes(space, state.left)
+    left = [PipelinedSlots(*one, size, size) for one, size in zip(state.left.items(), sizes, strict=True)]
+    if not is_as_declared or not _apply_pipelined_portions(space, table, left):
         roll_back(space, table)
         return None
     # 3. Answer. Ranks that received the other slices get the rest; all others are answered as in any round.
     answered = []
     for rank, one in state.intents.items():
         waiters = tracker.of(rank).waiters
-        if _wants_bytes(one) and waiters[number] == one.waiter:
+        if _wants_pipelined_bytes(one) and waiters[number] == one.waiter:
             answered.append(one)
             waiters[number] = None
-    out = _send_weights(space, table, left, answered)
+    out = _send_pipelined_weights(space, table, left, answered)
     table.pipelined = None
     space.rounds.pipelined.discard(number)
     table.shard.release_former(table.unit)

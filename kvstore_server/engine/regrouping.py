@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_server.engine.cut import StoredSlice, StoredSpace
-from kvstore_server.engine.image import COUNTERS, register_of
+from kvstore_server.engine.image import COUNTERS, register_of_image
 from kvstore_server.errors import RecoveryError
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 
 
-class _Part(NamedTuple):
+class _RegroupedPart(NamedTuple):
     """A table as one server has saved it."""
 
     space: StoredSpace
@@ -40,19 +40,19 @@ def regroup(spaces: Sequence[StoredSpace], server: int, num_servers: int) -> lis
     by_name: dict[str, list[StoredSpace]] = {}
     for space in spaces:
         by_name.setdefault(space.name, []).append(space)
-    found = [_regroup(parts, server, num_servers) for parts in by_name.values()]
+    found = [_regroup_space(parts, server, num_servers) for parts in by_name.values()]
     return [space for space in found if space is not None]
 
 
-def _regroup(parts: Sequence[StoredSpace], server: int, num_servers: int) -> StoredSpace | None:
+def _regroup_space(parts: Sequence[StoredSpace], server: int, num_servers: int) -> StoredSpace | None:
     # 1. Which tables have slices here?
-    by_table: dict[str, list[_Part]] = {}
+    by_table: dict[str, list[_RegroupedPart]] = {}
     for space in parts:
         for number, row in enumerate(space.image["declared"]):
-            by_table.setdefault(row[1], []).append(_Part(space, number))
-    tables: list[tuple[Plan, list[_Part]]] = []
+            by_table.setdefault(row[1], []).append(_RegroupedPart(space, number))
+    tables: list[tuple[Plan, list[_RegroupedPart]]] = []
     for found in by_table.values():
-        _, register = register_of(found[0].space.image["declared"][found[0].number])
+        _, register = register_of_image(found[0].space.image["declared"][found[0].number])
         specs, one_server = [TensorSpec(*one) for one in register.specs], register.one_server
         plan = make_plan(specs, num_servers, register.whole_keys, one_server=one_server)
         if plan.slices_of(server):
@@ -63,10 +63,12 @@ def _regroup(parts: Sequence[StoredSpace], server: int, num_servers: int) -> Sto
     image: dict[str, Any] = {name: parts[0].image[name] for name in ("space", "optimizer")}
     first = [found[0] for _, found in tables]
     image["declared"] = [one.space.image["declared"][one.number] for one in first]
-    image["counts"] = [_counts(plan, found) for plan, found in tables]
-    image["hypers"] = _hypers(first)
-    image["clients"] = [row for number, (_, found) in enumerate(tables) for row in _clients(number, found)]
-    image["tables"] = _columns(tables, server)
+    image["counts"] = [_regrouped_counts(plan, found) for plan, found in tables]
+    image["hypers"] = _regrouped_hypers(first)
+    image["clients"] = [
+        row for number, (_, found) in enumerate(tables) for row in _regrouped_clients(number, found)
+    ]
+    image["tables"] = _regrouped_columns(tables, server)
     # 3. Their slices.
     slices: dict[tuple[int, int], StoredSlice] = {}
     for number, (plan, found) in enumerate(tables):
@@ -78,7 +80,7 @@ def _regroup(parts: Sequence[StoredSpace], server: int, num_servers: int) -> Sto
     return StoredSpace(image, slices)
 
 
-def _counts(plan: Plan, found: Sequence[_Part]) -> bytes:
+def _regrouped_counts(plan: Plan, found: Sequence[_RegroupedPart]) -> bytes:
     """Return the update counts of all keys, each from a server that has slices of it."""
     counts = [np.frombuffer(one.space.image["counts"][one.number], np.int64) for one in found]
     merged = counts[0].copy()
@@ -89,7 +91,7 @@ def _counts(plan: Plan, found: Sequence[_Part]) -> bytes:
     return merged.tobytes()
 
 
-def _hypers(first: Sequence[_Part]) -> list[Any]:
+def _regrouped_hypers(first: Sequence[_RegroupedPart]) -> list[Any]:
     packed: list[bytes] = []
     rows: list[Any] = []
     for number, one in enumerate(first):
@@ -100,7 +102,7 @@ def _hypers(first: Sequence[_Part]) -> list[Any]:
     return [packed, rows]
 
 
-def _clients(number: int, found: Sequence[_Part]) -> list[Any]:
+def _regrouped_clients(number: int, found: Sequence[_RegroupedPart]) -> list[Any]:
     """Return (table, rank, the latest two `client_state`s) of every rank."""
     by_rank: dict[int, dict[int, bytes]] = {}
     for one in found:
@@ -110,14 +112,14 @@ def _clients(number: int, found: Sequence[_Part]) -> list[Any]:
     return [[number, rank, [list(one) for one in sorted(own.items())[-2:]]] for rank, own in by_rank.items()]
 
 
-def _columns(tables: Sequence[tuple[Plan, Sequence[_Part]]], server: int) -> list[Any]:
+def _regrouped_columns(tables: Sequence[tuple[Plan, Sequence[_RegroupedPart]]], server: int) -> list[Any]:
     """Return the columns of an image about tables; see `image`."""
     rounds, failed, counters = [], [], []
     failures: list[Any] = []
     ends: list[Any] = []
     of_ends: list[Any] = []
     for number, (plan, found) in enumerate(tables):
-        rows = [_row_of(one) for one in found]
+        rows = [_regrouped_row(one) for one in found]
         first = rows[0]
         if len({row.round for row in rows}) > 1:
             raise RecoveryError(
@@ -132,13 +134,13 @@ def _columns(tables: Sequence[tuple[Plan, Sequence[_Part]]], server: int) -> lis
         own = {slice_.index for slice_ in plan.slices_of(server)}
         for rank in first.ends:
             of_ends[-1].append([rank, len(ends)])
-            ends.append(_merge_ends([row.ends[rank] for row in rows if rank in row.ends], own))
+            ends.append(_regrouped_round_ends([row.ends[rank] for row in rows if rank in row.ends], own))
     numbers = np.arange(len(tables))
     as_bytes = [np.array(one, np.int64).tobytes() for one in (numbers, rounds, failed)]
     return [*as_bytes, failures, np.array(counters, np.int64).tobytes(), ends, of_ends, {}]
 
 
-class _Row(NamedTuple):
+class _RegroupedRow(NamedTuple):
     """What the columns of an image say about one table."""
 
     round: int
@@ -149,10 +151,10 @@ class _Row(NamedTuple):
     """Rank → how its last round has ended."""
 
 
-def _row_of(part: _Part) -> _Row:
+def _regrouped_row(part: _RegroupedPart) -> _RegroupedRow:
     _, rounds, failed, failures, counters, ends, of_ends, _ = part.space.image["tables"]
     at = part.number
-    return _Row(
+    return _RegroupedRow(
         int(np.frombuffer(rounds, np.int64)[at]),
         int(np.frombuffer(failed, np.int64)[at]),
         dict(failures).get(at, []),
@@ -161,7 +163,7 @@ def _row_of(part: _Part) -> _Row:
     )
 
 
-def _merge_ends(ends: Sequence[list[Any]], own: set[int]) -> list[Any]:
+def _regrouped_round_ends(ends: Sequence[list[Any]], own: set[int]) -> list[Any]:
     """Merge what several servers say of the end of a round: keys that were left out there, and norms of slices."""
     versions, left_out, vetoes, hypers, are_over, partials, decisions, are_skipped = zip(*ends, strict=True)
     every = sorted(one for of_server in partials for one in of_server if one[0] in own)

@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore_server.budget import Budget
-from kvstore_server.durable.background import BackgroundTask, Publication, Task
+from kvstore_server.durable.background import BackgroundPublication, BackgroundTask, Task
 from kvstore_server.durable.snapshot_folder import (
     SnapshotFolder,
     SnapshotName,
     StoredSnapshot,
-    delete,
-    latest_of,
+    delete_snapshot_folders,
+    latest_snapshots,
 )
-from kvstore_server.engine.cut import CopyBuffer, SpaceCut, make_cut, tensors_of
+from kvstore_server.engine.cut import CutBuffer, SpaceCut, make_cut, tensors_of_cuts
 from kvstore_server.engine.namespace import Namespace
 from kvstore_server.errors import ConfigurationError, KVStoreError, RecoveryError, describe
 from kvstore_server.failpoints import failpoint
@@ -87,12 +87,12 @@ class Snapshots:
         self._folder = folder
         self._identity = identity
         self._run = run
-        self._buffer = CopyBuffer(
+        self._buffer = CutBuffer(
             lambda nbytes: budget.claim(nbytes, "the copy from which a snapshot is written")
         )
         self._jobs: set[str] = set()
         """Those that need the buffer again."""
-        self._writing: _Writing | None = None
+        self._writing: _SnapshotWriting | None = None
         self._due: dict[str, tuple[int, int]] = {}
         """Job → how many cuts were due, and the round of the last one."""
         self._uneven: Counter[str] = Counter()
@@ -120,10 +120,10 @@ class Snapshots:
         # 1. Is it of use, and is there a round that all tables have ended?
         if not spaces:
             return "none"
-        if (why := _why_useless(spaces)) is not None:
+        if (why := _why_snapshot_is_useless(spaces)) is not None:
             self._warn_once(job, f"takes no snapshots: {why}")
             return "useless"
-        if _rounds_of(spaces) != {number}:
+        if _snapshot_rounds(spaces) != {number}:
             self._uneven[job] += 1
             if self._uneven[job] == _MAX_UNEVEN:
                 self._warn_once(
@@ -160,9 +160,9 @@ class Snapshots:
         holders = sorted({s for one in spaces for table in one.tables for s in table.plan.servers})
         loaded = list(spaces[0].lineage.loaded)
         facts = {**self._identity, "ordinal": ordinal, "loaded": loaded, "holders": holders}
-        own = Publication()
+        own = BackgroundPublication()
         task = self._run(lambda: self._write(name, facts, cuts, kept, own))
-        self._writing = _Writing(name, task, own)
+        self._writing = _SnapshotWriting(name, task, own)
         return True
 
     def save(self, name: SnapshotName, spaces: Sequence[Namespace]) -> bool:
@@ -183,7 +183,7 @@ class Snapshots:
             (_, error), self._failed = self._failed, None
             raise RecoveryError(f"server {self._identity['server']} could not save {name}: {describe(error)}")
         if self._writing is None:
-            _check_savable(name, spaces)
+            _check_can_be_snapshot(name, spaces)
             self._take(name, spaces)
         return False
 
@@ -222,13 +222,13 @@ class Snapshots:
         facts: Mapping[str, Any],
         cuts: Sequence[SpaceCut],
         kept: Collection[int],
-        publication: Publication,
+        publication: BackgroundPublication,
     ) -> None:
         """Remove old snapshots, and write one; in the background."""
         if not name.tag:
             of_job = [one.name for one in self._folder.all() if one.name.job == name.job]
-            delete(self._take_away([one for one in of_job if one.round not in kept]))
-        self._folder.write(name, facts, tensors_of(cuts), publication)
+            delete_snapshot_folders(self._take_away([one for one in of_job if one.round not in kept]))
+        self._folder.write(name, facts, tensors_of_cuts(cuts), publication)
 
     def _cancel(self, job: str) -> None:
         """Let nothing of a job appear on the disk any more that is being written now."""
@@ -258,14 +258,14 @@ class Snapshots:
     def _remove_in_background(self, names: Sequence[SnapshotName]) -> None:
         """Take snapshots away at once, and let a thread delete them."""
         if left := self._take_away(names):
-            self._run(lambda: delete(left))
+            self._run(lambda: delete_snapshot_folders(left))
 
     def _take_away(self, names: Sequence[SnapshotName]) -> list[Path]:
         """Rename snapshots so that they are none any more; return what is left to be deleted."""
         left = []
         for name in names:
             try:
-                renamed = self._folder.take_away(name)
+                renamed = self._folder.mark_for_deletion(name)
                 left += [] if renamed is None else [renamed]
             except OSError as error:
                 _log.error("%s of %r cannot be removed: %s", name, name.job, error)
@@ -281,7 +281,7 @@ class Snapshots:
     def of_job(self, job: str) -> list[StoredSnapshot]:
         """Return the snapshots of a job from which it can go on by itself, the latest last."""
         self.settle()
-        return latest_of([one for one in self._known if one.name.job == job], KEPT)
+        return latest_snapshots([one for one in self._known if one.name.job == job], KEPT)
 
     def find(self, job: str, round_: int) -> StoredSnapshot:
         """Return a snapshot of a job. Raises ConfigurationError if there is none of that round."""
@@ -360,12 +360,12 @@ class Snapshots:
         self._folder.close()
 
 
-class _Writing(NamedTuple):
+class _SnapshotWriting(NamedTuple):
     """A snapshot that is being written."""
 
     name: SnapshotName
     task: Task
-    publication: Publication
+    publication: BackgroundPublication
 
 
 def spaces_of_job(name: str, namespaces: Mapping[str, Namespace]) -> list[Namespace]:
@@ -374,16 +374,16 @@ def spaces_of_job(name: str, namespaces: Mapping[str, Namespace]) -> list[Namesp
     return [one for other, one in sorted(namespaces.items()) if one.tables and other.partition("/")[0] == job]
 
 
-def _rounds_of(spaces: Iterable[Namespace]) -> set[int]:
+def _snapshot_rounds(spaces: Iterable[Namespace]) -> set[int]:
     """Return how many rounds the tables of namespaces have ended."""
     return {int(n) for one in spaces for n in one.rounds.shared.numbers[: len(one.tables)]}
 
 
-def _check_savable(name: SnapshotName, spaces: Sequence[Namespace]) -> None:
+def _check_can_be_snapshot(name: SnapshotName, spaces: Sequence[Namespace]) -> None:
     """Raise ConfigurationError if a job cannot be saved by hand now."""
-    if (why := _why_useless(spaces)) is not None:
+    if (why := _why_snapshot_is_useless(spaces)) is not None:
         raise ConfigurationError(f"job {name.job!r} cannot be saved: {why}")
-    rounds = _rounds_of(spaces)
+    rounds = _snapshot_rounds(spaces)
     if rounds != {name.round}:
         raise ConfigurationError(
             f"job {name.job!r} cannot be saved after round {name.round}, because its keys are after {sorted(rounds)}. "
@@ -391,7 +391,7 @@ def _check_savable(name: SnapshotName, spaces: Sequence[Namespace]) -> None:
         )
 
 
-def _why_useless(spaces: Sequence[Namespace]) -> str | None:
+def _why_snapshot_is_useless(spaces: Sequence[Namespace]) -> str | None:
     """Return why nobody could go on from a cut of these namespaces; None if that is possible."""
     for space in spaces:
         members, tables = space.membership, space.tables

@@ -37,7 +37,7 @@ class StoredReads:
 
     def __init__(self, run: Callable[[Callable[[], None]], Task]) -> None:
         self._run = run
-        self._open: dict[Hashable, _Reading] = {}
+        self._open: dict[Hashable, _StoredReading] = {}
 
     def result(
         self, key: Hashable, read: Callable[[], StoredJob], waiter: Waiter, again: Again
@@ -52,7 +52,7 @@ class StoredReads:
         """
         reading = self._open.get(key)
         if reading is None:
-            reading = self._open[key] = _Reading(read, self._run)
+            reading = self._open[key] = _StoredReading(read, self._run)
         if not reading.task.is_over():
             reading.waiting[waiter] = again
             return None
@@ -73,7 +73,7 @@ class StoredReads:
         return out
 
 
-class _Reading:
+class _StoredReading:
     def __init__(self, read: Callable[[], StoredJob], run: Callable[[Callable[[], None]], Task]) -> None:
         self.value: StoredJob | None = None
         self.waiting: dict[Waiter, Again] = {}

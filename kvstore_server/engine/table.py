@@ -39,7 +39,7 @@ from kvstore_server.errors import (
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.rows import RowSet, are_rows, encode_rows
+from kvstore_server.protocol.rows import RowSet, are_row_ids, encode_rows
 from kvstore_server.shard.deltas import Deltas
 from kvstore_server.shard.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.shard.reduction import RankContribution
@@ -203,7 +203,7 @@ class Table:
             return False
         if any(part.flags & (m.ASSIGNS | m.VETOES) for part in parts.values()):
             return False
-        norm_type = norm_to_hold(parts)
+        norm_type = table_norm_to_hold(parts)
         if optimizer is None or updater is not None or not self.mode.is_sync:
             raise ConfigurationError(
                 f"a gradient of {self.name!r} cannot be checked before it is applied: that needs synchronous rounds "
@@ -526,7 +526,7 @@ class Table:
         # Recording starts with the first request for changes; it costs time in every update.
         self.shard.tracks_changes = True
         slices, rows = self.unit.key_slices[key], self.unit.changes.since(key, held, self.version)
-        if rows and _bytes_of(self.plan, slices, rows) >= sum([slice_.nbytes for slice_ in slices]):
+        if rows and _table_row_bytes(self.plan, slices, rows) >= sum([slice_.nbytes for slice_ in slices]):
             return None
         return rows
 
@@ -554,7 +554,7 @@ class Table:
                 "too many for one message"
             )
         ids = np.frombuffer(pull.ids, "<i8")
-        if not are_rows(ids, num_rows):
+        if not are_row_ids(ids, num_rows):
             raise ProtocolError(
                 f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {num_rows} here"
             )
@@ -605,24 +605,24 @@ class Table:
         return found
 
 
-def norm_to_hold(parts: Parts) -> float:
+def table_norm_to_hold(parts: Parts) -> float:
     """Return the norm type for which ranks want their sum held, or 0. Raises PlanMismatchError if they disagree."""
     lowest, first = next(iter(parts.items()))
     for rank, part in parts.items():
         if part.hold != first.hold:
             raise PlanMismatchError(
                 f"ranks disagree on what is checked of the gradient before it is applied: rank {lowest} "
-                f"{_describe_norm_check(first.hold)}, rank {rank} {_describe_norm_check(part.hold)}; give clip_grad, "
-                "amp and on_nonfinite the same values on every worker"
+                f"{_describe_table_norm_check(first.hold)}, rank {rank} {_describe_table_norm_check(part.hold)}; "
+                "give clip_grad, amp and on_nonfinite the same values on every worker"
             )
     return first.hold
 
 
-def _describe_norm_check(hold: float) -> str:
+def _describe_table_norm_check(hold: float) -> str:
     return f"wants its norm of type {hold:g}" if hold else "wants nothing to be checked"
 
 
-def _bytes_of(plan: Plan, slices: Sequence[Slice], rows: Rows) -> int:
+def _table_row_bytes(plan: Plan, slices: Sequence[Slice], rows: Rows) -> int:
     total = 0
     for position, ids in rows.items():
         spec = plan.specs[slices[0].segments[position].key]

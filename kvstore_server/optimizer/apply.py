@@ -8,7 +8,7 @@ state.
 Fused kernels round the tail of a vector differently from its body. So runs are whole lines, and gathered rows are
 copied to scratch memory that is padded with zeros; then no bit depends on where the vector around an element was cut.
 That is tested for optimizers that are `verified`. For the same reason all others, such as those of users, get blocks
-that torch does not split between threads (`_update_in_blocks`).
+that torch does not split between threads (`_apply_update_in_blocks`).
 
 Callers have turned autograd off.
 """
@@ -33,9 +33,14 @@ from kvstore_server.optimizer.rows import (
     joined,
     put_rows,
 )
-from kvstore_server.optimizer.state import RESERVED, State, own
+from kvstore_server.optimizer.state import RESERVED, State, own_state_value
 from kvstore_server.optimizer.torch_family import TorchOptimizer
-from kvstore_server.optimizer.trees import flatten, is_composed, is_plain_leaf, unflatten
+from kvstore_server.optimizer.trees import (
+    flatten_trees,
+    is_composed_tensor,
+    is_plain_tree_leaf,
+    unflatten_trees,
+)
 from kvstore_server.plan import ALIGNMENT
 
 EntryAllocator = Callable[[str, Tensor], Tensor]
@@ -117,7 +122,7 @@ def apply_update(
         is_flat_on_cpu = is_flat and weight.device.type == "cpu"
         given: Any = grad
         if is_flat_on_cpu and not (optimizer.takes_pieces or (optimizer.one_pass and is_ready)):
-            _update_in_blocks(optimizer, target, given, state, step_hyper, scale, bound)
+            _apply_update_in_blocks(optimizer, target, given, state, step_hyper, scale, bound)
         else:
             if is_flat_on_cpu and optimizer.takes_pieces:
                 given = grad if isinstance(grad, GradFragments) else GradFragments([grad])
@@ -128,11 +133,14 @@ def apply_update(
                     (given.values() if is_sparse else given).clamp_(-bound, bound)
             values = state.values if state.step else optimizer.create_state(target)
             if not optimizer.verified:
-                values = unflatten(values)
+                values = unflatten_trees(values)
             optimizer.update(target, given, values, step_hyper)
             if not optimizer.verified:
-                shape, values = target.shape if is_flat else None, flatten(values)
-                values = {n: _check_entry(optimizer, n, v, (target, given), shape) for n, v in values.items()}
+                shape, values = target.shape if is_flat else None, flatten_trees(values)
+                values = {
+                    n: _check_applied_entry(optimizer, n, v, (target, given), shape)
+                    for n, v in values.items()
+                }
             state.values = values
         # 3. Clear the padding, which an unverified optimizer, or 0 / 0 if eps is 0, may have changed.
         if is_flat and (not optimizer.verified or hyper.get("eps") == 0):
@@ -151,7 +159,7 @@ def _wide_weights(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
     return state.master
 
 
-def _update_in_blocks(
+def _apply_update_in_blocks(
     optimizer: Optimizer,
     weight: Tensor,
     grad: Tensor,
@@ -176,23 +184,30 @@ def _update_in_blocks(
         if bound is not None:
             padded_grad = padded_grad.clamp(-bound, bound)
         if state.step:
-            values = {n: append_zeros(v[part], spare) if _is_array(v) else own(v) for n, v in former.items()}
+            values = {
+                n: append_zeros(v[part], spare) if _is_array(v) else own_state_value(v)
+                for n, v in former.items()
+            }
         else:
             values = optimizer.create_state(padded)
         block_hyper = step_hyper
         if optimizer.positioned:
             block_hyper = {**step_hyper, "first": step_hyper["first"] + offset}
         if not optimizer.verified:
-            values = unflatten(values)
+            values = unflatten_trees(values)
         # 2. Update it.
         optimizer.update(padded, padded_grad, values, block_hyper)
         if not optimizer.verified:
-            values = flatten(values)
+            values = flatten_trees(values)
         # 3. Copy back what is not a view: padded weights, and entries of the state.
         if spare:
             weight[part].copy_(padded[:count])
         for name, value in values.items():
-            entry = value if optimizer.verified else _check_entry(optimizer, name, value, (), padded.shape)
+            entry = (
+                value
+                if optimizer.verified
+                else _check_applied_entry(optimizer, name, value, (), padded.shape)
+            )
             if _is_array(entry):
                 whole = result.get(name, former.get(name))
                 if not isinstance(whole, Tensor):
@@ -204,13 +219,13 @@ def _update_in_blocks(
     state.values = result
 
 
-def _check_entry(
+def _check_applied_entry(
     optimizer: Optimizer, name: str, value: object, borrowed: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
     """Check an entry of the state; copy it if it shares memory with a borrowed tensor. Raises OptimizerError."""
-    fits = is_plain_leaf(value)
+    fits = is_plain_tree_leaf(value)
     got = type(value).__name__
-    if isinstance(value, Tensor) and is_composed(value):
+    if isinstance(value, Tensor) and is_composed_tensor(value):
         raise OptimizerError(
             f"optimizer {optimizer.registered_name} put a tensor of class {got} into its state as {name!r}, which "
             "consists of several tensors and cannot be kept in a store; give the Trainer update_on_kvstore=False"
@@ -234,7 +249,7 @@ def _check_entry(
     return value
 
 
-def update_rows(
+def apply_update_to_rows(
     optimizer: Optimizer,
     weight: Tensor,
     rows: Tensor,
@@ -275,29 +290,29 @@ def update_rows(
             device=grad_rows.device,
         )
         apply_update(optimizer, weight, sparse, state, hyper)
-    elif takes_rows(optimizer, hyper):
-        _update_lazily(optimizer, weight, rows, grad_rows, state, hyper, allocate)
+    elif applies_to_rows(optimizer, hyper):
+        _apply_update_lazily(optimizer, weight, rows, grad_rows, state, hyper, allocate)
     else:
         dense = grad_rows.new_zeros(weight.shape)
         dense[rows] = grad_rows
         apply_update(optimizer, weight, dense, state, hyper)
 
 
-def takes_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
+def applies_to_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
     """Return whether a row-sparse gradient must stay one: with zeros in all other rows the result would differ."""
     # Gathered rows are not adjacent, so a positioned optimizer could not know their positions: it gets zeros, too.
     return optimizer.takes_sparse(hyper) or (optimizer.updates_rows(hyper) and not optimizer.positioned)
 
 
-def moves_only_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
+def applies_to_rows_alone(optimizer: Optimizer, hyper: Hyper) -> bool:
     """Return whether `update_rows` is known to leave the weights of all other rows unchanged."""
     if optimizer.takes_sparse(hyper):
         # The momentum of torch's SGD moves all rows that ever had a gradient.
         return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")
-    return takes_rows(optimizer, hyper)
+    return applies_to_rows(optimizer, hyper)
 
 
-def _update_lazily(
+def _apply_update_lazily(
     optimizer: Optimizer,
     weight: Tensor,
     rows: Tensor,
@@ -312,8 +327,8 @@ def _update_lazily(
         if optimizer.multi_precision and whole is not weight and state.master is None:
             state.master = whole
         values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
-        for name, value in flatten(values).items():
-            entry = _check_entry(optimizer, name, value, (whole,), None)
+        for name, value in flatten_trees(values).items():
+            entry = _check_applied_entry(optimizer, name, value, (whole,), None)
             is_flat = optimizer.elementwise and _is_array(entry)
             state.values[name] = (
                 torch.as_tensor(entry, device=weight.device).view(weight.shape) if is_flat else entry
@@ -325,11 +340,11 @@ def _update_lazily(
             at_once = max(CACHED // max(weight[0].numel(), 1), 1)
         for first in range(0, len(rows), at_once):
             part = slice(first, first + at_once)
-            _update_some(optimizer, weight, rows[part], grad_rows[part], state, hyper, allocate)
+            _apply_update_to_some_rows(optimizer, weight, rows[part], grad_rows[part], state, hyper, allocate)
     state.step += 1
 
 
-def _update_some(
+def _apply_update_to_some_rows(
     optimizer: Optimizer,
     weight: Tensor,
     rows: Tensor,

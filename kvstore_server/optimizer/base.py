@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, SchedulerInUseError, did_you_mean
-from kvstore_server.optimizer.compat import MXNET1, PREFIX, parameter_names, release_of_process
+from kvstore_server.optimizer.compat import MXNET1, PREFIX, compat_parameter_names, compat_release_of_process
 from kvstore_server.optimizer.lr_scheduler import LRScheduler, as_scheduler
 
 ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
@@ -56,7 +56,7 @@ def canonical_options(
         if given in ("beta1", "beta2") and "betas" in valid and given not in valid:
             betas[0 if given == "beta1" else 1] = value
         elif name not in valid:
-            listing = ", ".join([*map(_both_spellings, valid), *others])
+            listing = ", ".join([*map(_optimizer_option_spellings, valid), *others])
             hint = did_you_mean(given, [*valid, *ALIASES, *others])
             raise ConfigurationError(f"{who} has no option {given!r}; its options are {listing}{hint}")
         elif name in result and not check.is_same(result[name], value):
@@ -76,7 +76,7 @@ def canonical_options(
     return result
 
 
-def _both_spellings(key: str) -> str:
+def _optimizer_option_spellings(key: str) -> str:
     return f"{key} (or {_GLUONS[key]})" if key in _GLUONS else key
 
 
@@ -278,8 +278,9 @@ class Optimizer:
         return bound
 
     def spec(self) -> dict[str, Any]:
-        """Describe this optimizer as plain values; `create_from_spec` rebuilds it. Progress (`num_update`) is not
-        included.
+        """Describe this optimizer as plain values; `create_optimizer_from_spec` rebuilds it.
+
+        Progress (`num_update`) is not included.
 
         Raises:
             ConfigurationError: `lr_scheduler` is code, which cannot be sent.
@@ -301,7 +302,9 @@ class Optimizer:
         return described
 
     def plain_hyper(self) -> dict[str, Any]:
-        return {key: plain_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
+        return {
+            key: plain_option_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper
+        }
 
     def without_scheduler(self) -> Optimizer:
         alone = copy.copy(self)
@@ -347,7 +350,7 @@ class Optimizer:
             return
         # 1. Options only (a live group also has its parameters), reduced to what matters; each combination once.
         hyper = {name: value for name, value in hyper.items() if name in self._option_names}
-        odd = tuple([(name, _summarize_option(value)) for name, value in hyper.items()])
+        odd = tuple([(name, _summarize_optimizer_option(value)) for name, value in hyper.items()])
         if odd in self._tried:
             return
         # 2. Two updates of a copy: the first creates state, the second uses it.
@@ -428,7 +431,7 @@ class Optimizer:
         """Choose the release to follow, and convert options that only MXNet 1.9.1 has or names differently."""
         # The environment variable does not apply to an optimizer that has only one set of formulas.
         has_say = compat is not None or self.mxnet1 is not None
-        is_mxnet1 = has_say and release_of_process(compat) == MXNET1
+        is_mxnet1 = has_say and compat_release_of_process(compat) == MXNET1
         if is_mxnet1 and self.mxnet1 is None:
             raise ConfigurationError(
                 f"MXNet 1.9.1 has no optimizer {self.registered_name!r}, so compat='mxnet1' means nothing; leave it "
@@ -438,7 +441,7 @@ class Optimizer:
         if not is_mxnet1:
             return
         who = self.registered_name
-        self.param_idx2name = parameter_names(options.pop("param_idx2name", {}), who)
+        self.param_idx2name = compat_parameter_names(options.pop("param_idx2name", {}), who)
         for theirs, ours in self.mxnet1_aliases.items():
             if theirs in options:
                 if ours in options:
@@ -466,7 +469,7 @@ class Optimizer:
         is_fraction = name == "betas" or name in self.fractions
         least = 0 if is_fraction or name in _NEVER_NEGATIVE | self.never_negative else None
         number = check.number(
-            f"{who}: {_both_spellings(name)}", value, least, below=1 if is_fraction else None
+            f"{who}: {_optimizer_option_spellings(name)}", value, least, below=1 if is_fraction else None
         )
         return int(value) if isinstance(default, int) and check.is_integer(value) else number
 
@@ -484,26 +487,26 @@ class Optimizer:
         self.hyper["lr"] = self.learning_rate
 
 
-def _summarize_option(value: Any) -> Any:
+def _summarize_optimizer_option(value: Any) -> Any:
     """Reduce an option to what can make an update fail; ordinary numbers to their type and whether they are 0."""
     if type(value) in (float, int) and abs(value) <= _ORDINARY:
         return type(value), value != 0
     return (
-        tuple(map(_summarize_option, value))
+        tuple(map(_summarize_optimizer_option, value))
         if isinstance(value, tuple | list)
         else (type(value), repr(value))
     )
 
 
-def count_dtype() -> torch.dtype:
+def optimizer_count_dtype() -> torch.dtype:
     """Return the dtype of step counts for kernels: the default dtype, unless it is too narrow."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
-def plain_value(value: Any) -> Any:
+def plain_option_value(value: Any) -> Any:
     """Return what msgpack can represent: a number for a 0-d tensor, a list for a tuple."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, tuple | list):
-        return [plain_value(item) for item in value]
+        return [plain_option_value(item) for item in value]
     return value

@@ -21,7 +21,7 @@ PREFIX = f"{MXNET1}:"
 VARIABLE = "KVSTORE_COMPAT"
 
 
-def release(given: Any, environ: Mapping[str, str]) -> str:
+def compat_release(given: Any, environ: Mapping[str, str]) -> str:
     """Return the release to follow: `given`, or else the environment variable's, or else MXNet 2.x.
 
     Raises ConfigurationError if there is no such release.
@@ -32,17 +32,17 @@ def release(given: Any, environ: Mapping[str, str]) -> str:
     return check.one_of(VARIABLE, text, RELEASES) if text else MXNET2
 
 
-def release_of_process(given: Any) -> str:
-    return release(given, os.environ)
+def compat_release_of_process(given: Any) -> str:
+    return compat_release(given, os.environ)
 
 
-def split_name(name: str) -> tuple[str, str | None]:
+def split_compat_prefix(name: str) -> tuple[str, str | None]:
     """Return an optimizer's name without its prefix, and the release that the prefix means."""
     is_prefixed = name.lower().startswith(PREFIX)
     return (name[len(PREFIX) :], MXNET1) if is_prefixed else (name, None)
 
 
-def parameter_names(given: Any, who: str) -> dict[str, str]:
+def compat_parameter_names(given: Any, who: str) -> dict[str, str]:
     """Check MXNet's `param_idx2name` and return it with text keys. Raises ConfigurationError unless it is such
     a dict.
     """

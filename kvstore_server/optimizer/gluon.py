@@ -28,7 +28,14 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values, count_dtype
+from kvstore_server.optimizer.base import (
+    MAX_COUNT,
+    Hyper,
+    Optimizer,
+    StateValue,
+    Values,
+    optimizer_count_dtype,
+)
 from kvstore_server.optimizer.rows import Gradient, aligned_fragments, bound_of
 
 _TINY = 1e-10
@@ -105,7 +112,7 @@ def fused_adam(
 ) -> None:
     """torch's Adam, or its AdamW if `decoupled`; `step` counts from 1, and math.inf applies no bias correction."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    count = torch.scalar_tensor(step, device=weight.device, dtype=count_dtype())
+    count = torch.scalar_tensor(step, device=weight.device, dtype=optimizer_count_dtype())
     for grads, (weights, means, squares) in aligned_fragments(grad, weight, mean, square):
         kernel(
             weights,
@@ -143,12 +150,12 @@ def fused_scaled(
     fused_adam(weight, grad, mean, square, lr=lr, betas=(0.0, beta), eps=eps, wd=wd, step=step)
 
 
-def bias_corrections(betas: tuple[float, float], step: float) -> tuple[float, float]:
+def adam_bias_corrections(betas: tuple[float, float], step: float) -> tuple[float, float]:
     """Return `1 - beta1**step` and `sqrt(1 - beta2**step)`, by which Adam's averages are divided."""
     return 1.0 - betas[0] ** step, math.sqrt(1.0 - betas[1] ** step)
 
 
-class Correction(NamedTuple):
+class MomentumCorrection(NamedTuple):
     """The conditions for correcting momentum."""
 
     threshold: float = 1.1
@@ -157,7 +164,7 @@ class Correction(NamedTuple):
     """The former rate must have been larger than this."""
 
 
-def read_correction(value: Any) -> Correction | None:
+def read_momentum_correction(value: Any) -> MomentumCorrection | None:
     """Parse the option: None or False, True, a mapping, or the two numbers as which it is sent.
 
     Raises:
@@ -166,19 +173,19 @@ def read_correction(value: Any) -> Correction | None:
     if value is None or value is False:
         return None
     if value is True:
-        return Correction()
-    if isinstance(value, Mapping) and not set(value) - set(Correction._fields):
-        correction: Any = Correction(**value)
-    elif isinstance(value, list | tuple) and len(value) == len(Correction._fields):
-        correction = Correction(*value)
+        return MomentumCorrection()
+    if isinstance(value, Mapping) and not set(value) - set(MomentumCorrection._fields):
+        correction: Any = MomentumCorrection(**value)
+    elif isinstance(value, list | tuple) and len(value) == len(MomentumCorrection._fields):
+        correction = MomentumCorrection(*value)
     else:
         raise ConfigurationError(
             "momentum_correction must be None, True or a dict of threshold and min_lr, such as "
-            f"{Correction()._asdict()}, got {value!r:.80}"
+            f"{MomentumCorrection()._asdict()}, got {value!r:.80}"
         )
-    for name, number, least in zip(Correction._fields, correction, (1.0, 0.0), strict=True):
+    for name, number, least in zip(MomentumCorrection._fields, correction, (1.0, 0.0), strict=True):
         check.number(f"{name} of momentum_correction", number, least)
-    return Correction(float(correction.threshold), float(correction.min_lr))
+    return MomentumCorrection(float(correction.threshold), float(correction.min_lr))
 
 
 class _Elementwise(Optimizer):
@@ -192,7 +199,7 @@ class _Elementwise(Optimizer):
         return bool(hyper.get("lazy_update"))
 
 
-class _Momentum(_Elementwise):
+class _GluonMomentum(_Elementwise):
     """Gradient descent with momentum that has the learning rate inside.
 
     State: 'momentum_buffer', the negative of MXNet's m; none while momentum is 0.
@@ -212,7 +219,7 @@ class _Momentum(_Elementwise):
             # If it were turned on again, a rate that m no longer contains would be corrected for.
             state.pop("last_lr", None)
         else:
-            correct_momentum(buffer, state, lr, read_correction(given) or Correction())
+            correct_momentum(buffer, state, lr, read_momentum_correction(given) or MomentumCorrection())
         fused_sgd(weight, grad, lr=lr, wd=wd, buffer=buffer, momentum=momentum, nesterov=self.nesterov)
 
     def updates_rows(self, hyper: Hyper) -> bool:
@@ -220,7 +227,7 @@ class _Momentum(_Elementwise):
         return bool(hyper.get("lazy_update") or hyper["momentum"] == hyper["weight_decay"] == 0.0)
 
 
-def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction) -> None:
+def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: MomentumCorrection) -> None:
     """Multiply the momentum by new / old rate if these differ enough, and store the new rate."""
     former = float(state.get("last_lr", lr))
     state["last_lr"] = lr
@@ -233,7 +240,7 @@ def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Corre
         buffer.mul_(lr / former)
 
 
-class SGD(_Momentum):
+class SGD(_GluonMomentum):
     """`m = momentum * m - lr * g; w += m`; unlike torch's, lr is inside m.
 
     Options: learning_rate 0.1, momentum 0.0, lazy_update False (True: a row-sparse gradient updates only its rows, as
@@ -262,13 +269,13 @@ class SGD(_Momentum):
 
     def _checked(self, name: str, value: Any, default: Any) -> Any:
         if name == "momentum_correction":
-            found = read_correction(value)
+            found = read_momentum_correction(value)
             # A tuple of numbers, so that torch.load(weights_only=True) reads it back from a saved group.
             return None if found is None else tuple(found)
         return super()._checked(name, value, default)
 
 
-class NAG(_Momentum):
+class NAG(_GluonMomentum):
     """Nesterov's momentum: `m = momentum * m - lr * g; w += momentum * m - lr * g`.
 
     MXNet 1.9.1 stores m with the decay of the weight that it has just updated, `g = grad + wd * w'`.
@@ -312,7 +319,7 @@ class SGLD(_Elementwise):
         fused_sgd(weight, grad, lr=lr / 2, wd=hyper["weight_decay"])
         if lr > 0.0:
             stream = (hyper["seed"], hyper["key"], hyper["step"])
-            noise = normal(stream, hyper["first"], weight.numel(), weight.device)
+            noise = gluon_normal(stream, hyper["first"], weight.numel(), weight.device)
             weight.add_(noise.mul_(math.sqrt(lr)).to(weight.dtype))
 
     def _checked(self, name: str, value: Any, default: Any) -> Any:
@@ -413,7 +420,7 @@ class Adam(_Elementwise):
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         lr, betas, eps, wd, step = (hyper[name] for name in ("lr", "betas", "eps", "weight_decay", "step"))
         # torch corrects v before it adds epsilon, MXNet afterwards: eps / root makes both equal.
-        _, root = bias_corrections(betas, step)
+        _, root = adam_bias_corrections(betas, step)
         fused_adam(weight, grad, mean, square, lr=lr, betas=betas, eps=eps / root, wd=wd, step=step)
 
 
@@ -434,7 +441,7 @@ class AdamW(_Elementwise):
         step = hyper["step"] if hyper["correct_bias"] else math.inf
         lr, betas, eps = hyper["lr"], hyper["betas"], hyper["eps"]
         # torch's decay uses the plain learning rate, MXNet's the corrected one: the factor moves into wd.
-        correction, root = bias_corrections(betas, step)
+        correction, root = adam_bias_corrections(betas, step)
         wd = hyper["weight_decay"] * root / correction
         fused_adam(
             weight, grad, mean, square, lr=lr, betas=betas, eps=eps / root, wd=wd, step=step, decoupled=True
@@ -455,7 +462,7 @@ class AdaBelief(_Elementwise):
         """Add the weight decay, clip, then update both averages and the weights."""
         mean, variance = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_var", weight)
         (beta1, beta2), eps, bound = hyper["betas"], hyper["eps"], hyper["clip_gradient"]
-        correction, root = bias_corrections(
+        correction, root = adam_bias_corrections(
             hyper["betas"], hyper["step"] if hyper["correct_bias"] else math.inf
         )
         # MXNet clips after adding the weight decay, so the caller has not clipped.
@@ -487,7 +494,7 @@ class Adamax(_Elementwise):
         grad.add_(weight, alpha=hyper["weight_decay"])
         mean.lerp_(grad, 1.0 - beta1)
         torch.maximum(largest.mul_(beta2), grad.abs_(), out=largest)
-        correction, _ = bias_corrections(hyper["betas"], hyper["step"])
+        correction, _ = adam_bias_corrections(hyper["betas"], hyper["step"])
         scale = largest + hyper["eps"]
         # An infinite divisor leaves weights unchanged whose gradients were all 0.
         if hyper["eps"] == 0.0:
@@ -523,7 +530,7 @@ class Nadam(_Elementwise):
         grad.add_(weight, alpha=hyper["weight_decay"])
         mean.lerp_(grad, 1.0 - beta1)
         square.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-        _, root = bias_corrections(hyper["betas"], step)
+        _, root = adam_bias_corrections(hyper["betas"], step)
         scale = square.sqrt().div_(root).add_(hyper["eps"])
         weight.addcdiv_(mean, scale, value=-lr * next_rate / (1 - product * next_rate))
         weight.addcdiv_(grad, scale, value=-lr * (1 - rate) / (1 - product))
@@ -714,7 +721,9 @@ _UNIT = 64
 """Draws are aligned to multiples of this, because the ends of other vectors may be rounded differently."""
 
 
-def normal(stream: tuple[object, ...], first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+def gluon_normal(
+    stream: tuple[object, ...], first: int, count: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Draw the elements `first` to `first + count` of a stream of N(0, 1) noise, as a function of its name and a
     counter.
 
@@ -740,27 +749,29 @@ def normal(stream: tuple[object, ...], first: int, count: int, device: torch.dev
     drawn = torch.empty(end - begin, dtype=torch.float64, device=device)
     for start in range(begin, end, _BLOCK):
         block = drawn[start - begin : start - begin + _BLOCK]
-        block.copy_(_draw_block(keys, start, block.numel(), device))
+        block.copy_(_draw_gluon_normal(keys, start, block.numel(), device))
     return drawn[first - begin : first - begin + count]
 
 
-def _draw_block(keys: tuple[int, int], start: int, count: int, device: torch.device | str) -> Tensor:
+def _draw_gluon_normal(keys: tuple[int, int], start: int, count: int, device: torch.device | str) -> Tensor:
     counters = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    words = _mix_words(_mix_words(counters.mul_(_to_signed(0x9E3779B97F4A7C15)).add_(keys[0])).add_(keys[1]))
+    words = _mix_normal_words(
+        _mix_normal_words(counters.mul_(_to_signed(0x9E3779B97F4A7C15)).add_(keys[0])).add_(keys[1])
+    )
     # Box-Muller: 24 bits give the angle, the other 40 the radius; + 1 avoids log(0).
     angle = (words & 0xFFFFFF).double().mul_(2.0 * math.pi / 2**24)
-    radius = _shift_right(words, 24).add_(1).double().mul_(2.0**-40).log_().mul_(-2.0).sqrt_()
+    radius = _shift_normal_words(words, 24).add_(1).double().mul_(2.0**-40).log_().mul_(-2.0).sqrt_()
     return radius.mul_(angle.cos_())
 
 
-def _mix_words(words: Tensor) -> Tensor:
+def _mix_normal_words(words: Tensor) -> Tensor:
     """SplitMix64's finaliser, in place; int64 products wrap like unsigned ones."""
-    words.bitwise_xor_(_shift_right(words, 30)).mul_(_to_signed(0xBF58476D1CE4E5B9))
-    words.bitwise_xor_(_shift_right(words, 27)).mul_(_to_signed(0x94D049BB133111EB))
-    return words.bitwise_xor_(_shift_right(words, 31))
+    words.bitwise_xor_(_shift_normal_words(words, 30)).mul_(_to_signed(0xBF58476D1CE4E5B9))
+    words.bitwise_xor_(_shift_normal_words(words, 27)).mul_(_to_signed(0x94D049BB133111EB))
+    return words.bitwise_xor_(_shift_normal_words(words, 31))
 
 
-def _shift_right(words: Tensor, bits: int) -> Tensor:
+def _shift_normal_words(words: Tensor, bits: int) -> Tensor:
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

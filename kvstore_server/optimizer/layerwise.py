@@ -16,17 +16,17 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import Hyper, Optimizer, Values
-from kvstore_server.optimizer.gluon import Correction, correct_momentum, state_tensor
+from kvstore_server.optimizer.gluon import MomentumCorrection, correct_momentum, state_tensor
 
 _BLOCK = 16384
 """Elements summed at a time; torch does not split such short sums between threads."""
 _NOT_SCALED = ("gamma", "beta", "bias")
 """Endings of the keys that keep the plain learning rate in LARS."""
-_ANY_CHANGE = Correction(threshold=1.0, min_lr=0.0)
+_ANY_CHANGE = MomentumCorrection(threshold=1.0, min_lr=0.0)
 """When MXNet 1.9.1 corrects the momentum of LARS: whenever the rate has changed from one that is not 0."""
 
 
-class _TrustRatio(Optimizer):
+class _LayerwiseTrustRatio(Optimizer):
     """Common to LAMB and LANS: two averages, and a step that is as long as the weights, within bounds."""
 
     defaults: ClassVar[Hyper] = {
@@ -50,11 +50,11 @@ class _TrustRatio(Optimizer):
     def _scaled(self, direction: Tensor, weight: Tensor, length: float, hyper: Hyper) -> Tensor:
         """Add weight decay to `direction` and scale it to the norm `length`; 0 or infinity leaves it unscaled."""
         direction.add_(weight * hyper["weight_decay"])
-        return direction.mul_(_trust_ratio(length, l2_norm(direction)))
+        return direction.mul_(_layerwise_trust_ratio(length, layerwise_norm(direction)))
 
     def _length(self, weight: Tensor, hyper: Hyper) -> float:
         """Return the norm of the weights within the bounds; as in MXNet's kernels, a bound of 0 means no bound."""
-        length = l2_norm(weight)
+        length = layerwise_norm(weight)
         if hyper["lower_bound"]:
             length = max(length, hyper["lower_bound"])
         if hyper["upper_bound"]:
@@ -62,7 +62,7 @@ class _TrustRatio(Optimizer):
         return length
 
 
-class LAMB(_TrustRatio):
+class LAMB(_LayerwiseTrustRatio):
     """Adam's direction plus weight decay, as long as the weights: `w -= lr * r * u`.
 
     `u = m / (sqrt(v) + epsilon) + wd * w` with bias-corrected averages m, v and `r = |w| / |u|`, |w| within the
@@ -76,13 +76,15 @@ class LAMB(_TrustRatio):
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         mean, square = self._averages(grad, state, hyper)
-        corrections = _bias_corrections(hyper) if hyper["bias_correction"] else (1.0, 1.0)
-        direction = (mean / corrections[0]).div_(_corrected_root(square, corrections[1], hyper["eps"]))
+        corrections = _layerwise_bias_corrections(hyper) if hyper["bias_correction"] else (1.0, 1.0)
+        direction = (mean / corrections[0]).div_(
+            _layerwise_corrected_root(square, corrections[1], hyper["eps"])
+        )
         step = self._scaled(direction, weight, self._length(weight, hyper), hyper)
         weight.sub_(step.mul_(hyper["lr"]))
 
 
-class LANS(_TrustRatio):
+class LANS(_LayerwiseTrustRatio):
     """LAMB with a gradient of norm 1 and Nesterov's lookahead: two steps, each as long as the weights.
 
     The gradient is divided by its norm before it is clipped. The averaged direction `m / (sqrt(v) + epsilon)` is
@@ -97,14 +99,17 @@ class LANS(_TrustRatio):
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Take two steps, along the averaged and along the newest direction, each as long as the weights."""
         # 1. Normalise the gradient, then clip: the bound applies to the normalised one.
-        norm = l2_norm(grad)
+        norm = layerwise_norm(grad)
         if norm:
             grad.div_(norm)
-        _clip_gradient(grad, hyper)
+        _clip_layerwise_gradient(grad, hyper)
         # 2. The averages, and their bias correction.
         mean, square = self._averages(grad, state, hyper)
-        corrections = _bias_corrections(hyper)
-        root, length = _corrected_root(square, corrections[1], hyper["eps"]), self._length(weight, hyper)
+        corrections = _layerwise_bias_corrections(hyper)
+        root, length = (
+            _layerwise_corrected_root(square, corrections[1], hyper["eps"]),
+            self._length(weight, hyper),
+        )
         beta1, lr = hyper["betas"][0], hyper["lr"]
         # 3. Two directions, each scaled to the length of the weights.
         averaged = self._scaled((mean / corrections[0]).div_(root), weight, length, hyper)
@@ -146,7 +151,7 @@ class LARS(Optimizer):
         # For row-sparse updates the factor was computed from the whole key.
         factor = hyper.get("layer_factor")
         lr = hyper["lr"] * (self._factor(weight, grad, hyper) if factor is None else factor)
-        _clip_gradient(grad, hyper)
+        _clip_layerwise_gradient(grad, hyper)
         step = grad.add_(weight * hyper["weight_decay"]).mul_(lr)
         if hyper["momentum"]:
             buffer = state_tensor(state, "momentum_buffer", weight)
@@ -160,7 +165,7 @@ class LARS(Optimizer):
         name = self.param_idx2name.get(key, "") if self.is_mxnet1 else key
         if name.endswith(_NOT_SCALED):
             return 1.0
-        size, change = l2_norm(weight), l2_norm(grad)
+        size, change = layerwise_norm(weight), layerwise_norm(grad)
         if not (0 < size < math.inf and 0 < change < math.inf):
             return 1.0
         factor: float = hyper["eta"] * size / (change + hyper["weight_decay"] * size + hyper["eps"])
@@ -212,30 +217,30 @@ class GroupAdaGrad(Optimizer):
         weight.sub_(grad.mul_(hyper["lr"]).div_(root))
 
 
-def l2_norm(tensor: Tensor) -> float:
+def layerwise_norm(tensor: Tensor) -> float:
     """Return the Euclidean norm of all elements, summed in float64 in blocks with fixed bounds."""
     size = _BLOCK if tensor.device.type == "cpu" else max(1, tensor.numel())
     blocks = torch.split(tensor.reshape(-1), size)
     return math.sqrt(math.fsum(block.double().square().sum().item() for block in blocks))
 
 
-def _trust_ratio(wanted: float, length: float) -> float:
+def _layerwise_trust_ratio(wanted: float, length: float) -> float:
     """Return the factor that scales a vector of norm `length` to `wanted`; 1 if either is 0 or not finite."""
     if not (0 < wanted < math.inf and 0 < length < math.inf):
         return 1.0
     return wanted / length
 
 
-def _bias_corrections(hyper: Hyper) -> tuple[float, float]:
+def _layerwise_bias_corrections(hyper: Hyper) -> tuple[float, float]:
     beta1, beta2 = hyper["betas"]
     return 1 - beta1 ** hyper["step"], 1 - beta2 ** hyper["step"]
 
 
-def _corrected_root(square: Tensor, correction: float, eps: float) -> Tensor:
+def _layerwise_corrected_root(square: Tensor, correction: float, eps: float) -> Tensor:
     return (square / correction).sqrt_().add_(eps)
 
 
-def _clip_gradient(grad: Tensor, hyper: Hyper) -> None:
+def _clip_layerwise_gradient(grad: Tensor, hyper: Hyper) -> None:
     bound = hyper["clip_gradient"]
     if bound is not None:
         grad.clamp_(-bound, bound)

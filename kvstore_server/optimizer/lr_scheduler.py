@@ -107,22 +107,26 @@ class LRScheduler:
         raise NotImplementedError(f"{type(self).__name__} must define after_warmup(num_update)")
 
     def spec(self) -> dict[str, Any]:
-        """Describe this scheduler by its name and plain values; `create_from_spec` rebuilds it.
+        """Describe this scheduler by its name and plain values; `create_scheduler_from_spec` rebuilds it.
 
         Raises:
             ConfigurationError: Its class is not registered, or an argument is not kept in an attribute, or is more
                 than numbers, strings and lists of them.
         """
         cls = type(self)
-        if _registry.get(_name_of(cls)) is not cls:
+        if _registry.get(_scheduler_name(cls)) is not cls:
             raise self._wrong(
-                f"it cannot be sent to a server or saved, because {_name_of(cls)!r} is not registered for its class; "
-                "decorate that with kvtrainer.lr_scheduler.register, and start the servers with --import MODULE"
+                f"it cannot be sent to a server or saved, because {_scheduler_name(cls)!r} is not registered "
+                "for its class; decorate that with kvtrainer.lr_scheduler.register, and start the servers "
+                "with --import MODULE"
             )
-        return {"name": _name_of(cls), **{key: self._kept(key) for key in _argument_names(cls)}}
+        return {
+            "name": _scheduler_name(cls),
+            **{key: self._kept(key) for key in _scheduler_argument_names(cls)},
+        }
 
     def __repr__(self) -> str:
-        kept = (f"{key}={getattr(self, key, '?')!r}" for key in _argument_names(type(self)))
+        kept = (f"{key}={getattr(self, key, '?')!r}" for key in _scheduler_argument_names(type(self)))
         return f"{type(self).__name__}({', '.join(kept)})"
 
     def _kept(self, key: str) -> Any:
@@ -161,14 +165,14 @@ def register(cls: _Registered) -> _Registered:
         raise ConfigurationError(
             f"only a subclass of LRScheduler can be registered as a scheduler, got {cls!r}"
         )
-    name = _name_of(cls)
+    name = _scheduler_name(cls)
     if _registry.get(name, cls) is not cls:
         _log.warning("learning-rate scheduler %r is now %r; it was %r", name, cls, _registry[name])
     _registry[name] = cls
     return cls
 
 
-def create_from_spec(spec: Mapping[str, Any]) -> LRScheduler:
+def create_scheduler_from_spec(spec: Mapping[str, Any]) -> LRScheduler:
     """Rebuild the scheduler that `LRScheduler.spec` described.
 
     Raises:
@@ -194,12 +198,12 @@ def create_from_spec(spec: Mapping[str, Any]) -> LRScheduler:
         ) from error
 
 
-def _name_of(cls: type[LRScheduler]) -> str:
+def _scheduler_name(cls: type[LRScheduler]) -> str:
     own: str = vars(cls).get("name") or cls.__name__
     return own.lower()
 
 
-def _argument_names(cls: type[LRScheduler]) -> list[str]:
+def _scheduler_argument_names(cls: type[LRScheduler]) -> list[str]:
     """Return the names of the constructor's arguments; **options stands for those of the next class."""
     names: dict[str, None] = {}
     for owner in cls.__mro__:
@@ -212,7 +216,7 @@ def _argument_names(cls: type[LRScheduler]) -> list[str]:
     return list(names)
 
 
-class _Decaying(LRScheduler):
+class _DecayingScheduler(LRScheduler):
     factor: float
     _reached: tuple[object, int, float] | None = None
     """Cache of the last result, from which the next one continues; it changes no result."""
@@ -232,7 +236,7 @@ class _Decaying(LRScheduler):
 
 
 @register
-class FactorScheduler(_Decaying):
+class FactorScheduler(_DecayingScheduler):
     """`base_lr * factor**k` with `k = ceil(num_update / step) - 1`. From k = 1 on at least `stop_factor_lr`.
 
     Args:
@@ -264,7 +268,7 @@ class FactorScheduler(_Decaying):
 
 
 @register
-class MultiFactorScheduler(_Decaying):
+class MultiFactorScheduler(_DecayingScheduler):
     """`base_lr * factor**k`, where k counts the entries of `step` below `num_update`.
 
     Args:
@@ -296,7 +300,7 @@ class MultiFactorScheduler(_Decaying):
         return self._decayed(bisect_left(self.step, num_update))
 
 
-class _Annealing(LRScheduler, ABC):
+class _AnnealingScheduler(LRScheduler, ABC):
     """Decays from `base_lr` at the end of the warm-up to `final_lr` at `max_update`."""
 
     def __init__(
@@ -329,7 +333,7 @@ class _Annealing(LRScheduler, ABC):
 
 
 @register
-class PolyScheduler(_Annealing):
+class PolyScheduler(_AnnealingScheduler):
     """`final_lr + (base_lr - final_lr) * (1 - p)**pwr`. p goes from 0 to 1 between warm-up and `max_update`.
 
     Args:
@@ -359,7 +363,7 @@ class PolyScheduler(_Annealing):
 
 
 @register
-class CosineScheduler(_Annealing):
+class CosineScheduler(_AnnealingScheduler):
     """`final_lr + (base_lr - final_lr) * (1 + cos(pi p)) / 2`. p goes from 0 to 1 between warm-up and `max_update`.
 
     Args:

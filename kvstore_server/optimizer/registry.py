@@ -17,7 +17,7 @@ import torch
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
 from kvstore_server.optimizer import gluon, layerwise, lr_scheduler, torch_family
 from kvstore_server.optimizer.base import Optimizer
-from kvstore_server.optimizer.compat import MXNET2, split_name
+from kvstore_server.optimizer.compat import MXNET2, split_compat_prefix
 from kvstore_server.optimizer.torch_family import TorchClass, TorchOptimizer
 
 _log = logging.getLogger(__name__)
@@ -52,23 +52,26 @@ def register(cls: _Registered, *, elementwise: bool | None = None) -> _Registere
     if issubclass(cls, Optimizer):
         if elementwise not in (None, cls.elementwise):
             raise ConfigurationError(
-                f"{_qualified_name(cls)} has elementwise={cls.elementwise}, so register cannot take "
+                f"{_qualified_optimizer_name(cls)} has elementwise={cls.elementwise}, so register cannot take "
                 f"elementwise={elementwise}; change the class"
             )
         name = cls.name
     else:
         name = torch_family.torch_name(cls)
-        _record_elementwise(cls, elementwise)
+        _register_as_elementwise(cls, elementwise)
     known = _registry.get(name.lower())
     if known is not None and known is not cls:
         _log.warning(
-            "optimizer %r is now %s; it was %s", name.lower(), _qualified_name(cls), _qualified_name(known)
+            "optimizer %r is now %s; it was %s",
+            name.lower(),
+            _qualified_optimizer_name(cls),
+            _qualified_optimizer_name(known),
         )
     _registry[name.lower()] = cls
     return cls
 
 
-def known() -> Mapping[str, AnyClass]:
+def registered_optimizers() -> Mapping[str, AnyClass]:
     """Return the classes that `create` finds by name, under their names in lower case."""
     return MappingProxyType(_registry)
 
@@ -93,17 +96,17 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
             return optimizer
         return TorchOptimizer.from_instance(optimizer, type(optimizer) in _declared)
     if isinstance(optimizer, str):
-        name, release = split_name(optimizer)
+        name, release = split_compat_prefix(optimizer)
         if release is not None:
             if options.get("compat") not in (None, release):
                 raise ConfigurationError(
                     f"{optimizer!r} contradicts compat={options['compat']!r}; give one of the two"
                 )
             options["compat"] = release
-        optimizer = _find_class(name)
+        optimizer = _find_registered_class(name)
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer | torch.optim.Optimizer):
         # A trial update now, so that impossible options fail here and not on a server.
-        made = _from_class(optimizer, options)
+        made = _create_from_class(optimizer, options)
         made.try_out(made.hyper)
         return made
     raise ConfigurationError(
@@ -112,7 +115,7 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
     )
 
 
-def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
+def create_optimizer_from_spec(spec: Mapping[str, Any]) -> Optimizer:
     """Rebuild the optimizer that `Optimizer.spec` described.
 
     Raises:
@@ -128,15 +131,15 @@ def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
     for key in ("rescale_grad", "multi_precision", "begin_num_update", "aggregate_num", "param_idx2name"):
         if key in spec:
             options[key] = spec[key]
-    plain, release = split_name(name)
-    cls = _find_class(plain)
+    plain, release = split_compat_prefix(name)
+    cls = _find_registered_class(plain)
     if release is not None or (issubclass(cls, Optimizer) and cls.mxnet1 is not None):
         # Explicit, because the environment variable of this process may differ from the describing one's.
         options["compat"] = release or MXNET2
-    optimizer = _from_class(cls, options)
+    optimizer = _create_from_class(cls, options)
     if spec.get("lr_scheduler") is not None:
         # Not as an option, because 'lr' would then replace the scheduler's base_lr.
-        optimizer.lr_scheduler = lr_scheduler.create_from_spec(spec["lr_scheduler"])
+        optimizer.lr_scheduler = lr_scheduler.create_scheduler_from_spec(spec["lr_scheduler"])
     return optimizer
 
 
@@ -150,19 +153,20 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
     """
     cls = optimizer.cls if isinstance(optimizer, TorchOptimizer) else type(optimizer)
     name = optimizer.registered_name
-    known = _registry.get(split_name(name)[0].lower(), cls)
+    known = _registry.get(split_compat_prefix(name)[0].lower(), cls)
     if known is not cls:
         raise ConfigurationError(
-            f"a store would take {name!r} for {_qualified_name(known)}, and not for {_qualified_name(cls)}; give "
-            "update_on_kvstore=False, which updates in the workers, or give the class a name of its own and register it"
+            f"a store would take {name!r} for {_qualified_optimizer_name(known)}, and not for "
+            f"{_qualified_optimizer_name(cls)}; give update_on_kvstore=False, which updates in the workers, "
+            "or give the class a name of its own and register it"
         )
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
-        torch_family.check_supported(optimizer.cls)
-        _find_class(name)
+        torch_family.check_torch_class_supported(optimizer.cls)
+        _find_registered_class(name)
         if optimizer.unbuildable:
             raise ConfigurationError(
-                f"a store cannot rebuild {_qualified_name(cls)}: {optimizer.unbuildable}. Give the class and its "
-                "options instead of the instance, or update_on_kvstore=False, which updates in this process"
+                f"a store cannot rebuild {_qualified_optimizer_name(cls)}: {optimizer.unbuildable}. Give the class "
+                "and its options instead of the instance, or update_on_kvstore=False, which updates in this process"
             )
     return optimizer.spec()
 
@@ -182,7 +186,7 @@ def preload_optimizers() -> None:
     create("torch:SGD", lr=0.1)  # if torch caches it elsewhere, the compiler is imported now
 
 
-def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
+def _create_from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
     if issubclass(cls, Optimizer):
         return cls(**options)
     if options.get("compat", ...) is None:
@@ -195,7 +199,7 @@ def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
     return TorchOptimizer(cls, cls in _declared, **options)
 
 
-def _find_class(name: str) -> AnyClass:
+def _find_registered_class(name: str) -> AnyClass:
     cls = _registry.get(name.lower())
     if cls is None:
         # A name such as 'torch:LBFGS' is a torch class nevertheless.
@@ -212,9 +216,9 @@ def _find_class(name: str) -> AnyClass:
     return cls
 
 
-def _record_elementwise(cls: TorchClass, elementwise: bool | None) -> None:
+def _register_as_elementwise(cls: TorchClass, elementwise: bool | None) -> None:
     """Record whether a foreign torch class is elementwise; that of torch's own is known."""
-    torch_family.check_supported(cls)
+    torch_family.check_torch_class_supported(cls)
     if torch_family.is_torchs_own(cls):
         is_elementwise = cls in torch_family.ELEMENTWISE
         if elementwise not in (None, is_elementwise):
@@ -228,5 +232,5 @@ def _record_elementwise(cls: TorchClass, elementwise: bool | None) -> None:
         _declared.add(cls)
 
 
-def _qualified_name(cls: type) -> str:
+def _qualified_optimizer_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -126,7 +126,7 @@ _MANY = 512
 """From this many ids for each 16 bits of them, a radix sort is fastest."""
 
 
-class SortedIds(NamedTuple):
+class SortedRowIds(NamedTuple):
     ids: Tensor
     """The distinct ids, int64."""
     order: npt.NDArray[np.int64]
@@ -163,7 +163,7 @@ class SortedIds(NamedTuple):
         return total
 
 
-def sort_ids(given: npt.NDArray[np.int64], num_rows: int) -> SortedIds:
+def sort_row_ids(given: npt.NDArray[np.int64], num_rows: int) -> SortedRowIds:
     """Sort ids of rows, each from 0 up to `num_rows`.
 
     For 8,192 and 65,536 ids of 1,000,000 rows, uniform and Zipf-distributed (1.1), no hashing was faster on the
@@ -187,7 +187,7 @@ def sort_ids(given: npt.NDArray[np.int64], num_rows: int) -> SortedIds:
         ascending, order = packed >> shift, packed & ((1 << shift) - 1)
     is_first = np.ones(len(given), bool)
     np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    return SortedIds(torch.from_numpy(ascending[is_first]), order, is_first)
+    return SortedRowIds(torch.from_numpy(ascending[is_first]), order, is_first)
 
 
 def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
             raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
     if (given[1:] > given[:-1]).all():
         return ids, values
-    ordered = sort_ids(given, num_rows)
+    ordered = sort_row_ids(given, num_rows)
     return ordered.ids.to(ids.device), ordered.sums(values)
 
 

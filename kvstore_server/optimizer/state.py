@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
 from kvstore_server.optimizer.base import StateValue
-from kvstore_server.optimizer.trees import decode, encode, leaf_names
+from kvstore_server.optimizer.trees import decode_tree_entry, encode_tree_entry, tree_leaf_names
 from kvstore_server.plan import ALIGNMENT, Slice
 
 RESERVED = ("step", "master")
@@ -34,13 +34,13 @@ _JSON = "json"
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
-class FlatEntry(Enum):
+class FlatStateEntry(Enum):
     """Marks an entry that is in flat memory."""
 
     MEMORY = 0
 
 
-Entries = Mapping[str, StateValue | FlatEntry]
+Entries = Mapping[str, StateValue | FlatStateEntry]
 
 
 @dataclass
@@ -101,7 +101,7 @@ class States:
     def view(self, first: int, part: slice) -> State:
         """Return the common state of the segments from `first` on with the elements `part`; tensors are views."""
         values = {
-            name: self.tensors[name][part] if value is FlatEntry.MEMORY else own(value)
+            name: self.tensors[name][part] if value is FlatStateEntry.MEMORY else own_state_value(value)
             for name, value in self.entries[first].items()
         }
         master = values.pop("master", None)
@@ -110,7 +110,7 @@ class States:
 
     def keep(self, first: int, end: int, part: slice, state: State) -> None:
         """Store what an update made of a `view`; every tensor with a dimension has a number per element."""
-        entries: dict[str, StateValue | FlatEntry] = {}
+        entries: dict[str, StateValue | FlatStateEntry] = {}
         has_own = False
         named = state.values if state.master is None else {**state.values, "master": state.master}
         for name, value in named.items():
@@ -120,7 +120,7 @@ class States:
                 # Views were updated in place; anything else is copied.
                 if memory[part].data_ptr() != value.data_ptr():
                     memory[part].copy_(value.reshape(-1))
-                entries[name] = FlatEntry.MEMORY
+                entries[name] = FlatStateEntry.MEMORY
             else:
                 has_own = True
         # One mapping for all segments with these names, so that runs are found by identity.
@@ -159,8 +159,10 @@ class States:
         segments = [(start - part.start, numel) for start, numel in self.segments[first:end]]
         found = States(self.dtype, part.stop - part.start, segments, self.device)
         found.steps[:] = self.steps[first:end]
-        found.entries = [{n: own(v) for n, v in entries.items()} for entries in self.entries[first:end]]
-        names = {n for entries in found.entries for n, v in entries.items() if v is FlatEntry.MEMORY}
+        found.entries = [
+            {n: own_state_value(v) for n, v in entries.items()} for entries in self.entries[first:end]
+        ]
+        names = {n for entries in found.entries for n, v in entries.items() if v is FlatStateEntry.MEMORY}
         found.tensors = {name: copied(memory[part]) for name, memory in self.tensors.items() if name in names}
         return found
 
@@ -190,7 +192,7 @@ class States:
 
     def _share(self, entries: Entries) -> Entries:
         """Return the shared mapping if all entries are in flat memory; otherwise the mapping itself."""
-        if any(value is not FlatEntry.MEMORY for value in entries.values()):
+        if any(value is not FlatStateEntry.MEMORY for value in entries.values()):
             return entries
         return self._shared.setdefault(tuple(entries), entries)
 
@@ -205,18 +207,19 @@ def joined(parts: Sequence[tuple[States, int]], shape: Sequence[int] | None) -> 
     first, at = parts[0]
     found: dict[str, StateValue] = {"step": float(first.steps[at])}
     for name, value in first.entries[at].items():
-        if value is FlatEntry.MEMORY:
+        if value is FlatStateEntry.MEMORY:
             pieces = [
-                states.tensors[name][start : start + numel] for states, start, numel in _locate_parts(parts)
+                states.tensors[name][start : start + numel]
+                for states, start, numel in _locate_state_parts(parts)
             ]
             flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
             found[name] = flat if shape is None else flat.view(tuple(shape))
         else:
-            found[name] = own(value)
+            found[name] = own_state_value(value)
     return found
 
 
-def spread(
+def spread_state(
     parts: Sequence[tuple[States, int]],
     values: Mapping[str, StateValue],
     per_element: Collection[str],
@@ -238,8 +241,8 @@ def spread(
         if n in per_element
     }
     flat = {n: v.detach().reshape(-1) for n, v in given.items()}
-    others = {n: own(v) for n, v in values.items() if n not in flat and n != "step"}
-    size = sum(numel for _, _, numel in _locate_parts(parts))
+    others = {n: own_state_value(v) for n, v in values.items() if n not in flat and n != "step"}
+    size = sum(numel for _, _, numel in _locate_state_parts(parts))
     for name, tensor in flat.items():
         if tensor.numel() != size:
             raise ShapeMismatchError(
@@ -247,15 +250,15 @@ def spread(
                 "same model"
             )
     at = 0
-    for (states, index), (_, start, numel) in zip(parts, _locate_parts(parts), strict=True):
+    for (states, index), (_, start, numel) in zip(parts, _locate_state_parts(parts), strict=True):
         for name, tensor in flat.items():
             states.tensor(name, tensor)[start : start + numel].copy_(tensor[at : at + numel])
         states.steps[index] = int(values.get("step", 0))
-        states.entries[index] = states._share({**others, **dict.fromkeys(flat, FlatEntry.MEMORY)})
+        states.entries[index] = states._share({**others, **dict.fromkeys(flat, FlatStateEntry.MEMORY)})
         # Tensors of other shapes belong to the first segment alone, and with them trees that contain them.
         others = {n: v for n, v in others.items() if not (isinstance(v, Tensor) and v.dim())}
         there = others.keys() | flat.keys()
-        others = {n: v for n, v in others.items() if there.issuperset(leaf_names(v))}
+        others = {n: v for n, v in others.items() if there.issuperset(tree_leaf_names(v))}
         at += numel
 
 
@@ -286,14 +289,16 @@ def describe_states(states: States) -> tuple[dict[str, Any], list[Tensor]]:
             if isinstance(value, Tensor) and value.dim():
                 tensors.append((name, value, index))
             elif isinstance(value, Tensor):
-                rows[-1][name] = [value.item(), _dtype_name(value)]
+                rows[-1][name] = [value.item(), _state_dtype_name(value)]
             elif type(value) is float:
                 rows[-1][name] = [value, ""]
             else:
-                rows[-1][name] = None if value is FlatEntry.MEMORY else [json.dumps(encode(value)), _JSON]
+                rows[-1][name] = (
+                    None if value is FlatStateEntry.MEMORY else [json.dumps(encode_tree_entry(value)), _JSON]
+                )
     # Flat memory (index -1) comes first, then tensors of single segments.
     parts = [tensor.detach().cpu().contiguous() for _, tensor, _ in tensors]
-    named = [[name, _dtype_name(t), list(t.shape), index] for name, t, index in tensors]
+    named = [[name, _state_dtype_name(t), list(t.shape), index] for name, t, index in tensors]
     return {"steps": states.steps.tolist(), "entries": rows, "tensors": named}, parts
 
 
@@ -314,13 +319,15 @@ def _unpack_state(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> Sta
     # 1. The plain values of each segment.
     found, count = States.of_slice(slice_), len(slice_.segments)
     steps = [int(step) for step in summary["steps"]]
-    rows = [{str(name): _unpack_value(value) for name, value in row.items()} for row in summary["entries"]]
+    rows = [
+        {str(name): _unpack_state_value(value) for name, value in row.items()} for row in summary["entries"]
+    ]
     if len(steps) != count or len(rows) != count:
         raise ValueError(f"it has {len(steps)} segments, the slice has {count}")
     # 2. The tensors: per element in flat memory, others with their segment.
     at = 0
     for name, dtype, shape, index in summary["tensors"]:
-        tensor = _read_tensor(data, at, str(name), dtype, shape)
+        tensor = _read_state_tensor(data, at, str(name), dtype, shape)
         at += tensor.nbytes
         if 0 <= index < count:
             rows[index][str(name)] = tensor
@@ -331,12 +338,12 @@ def _unpack_state(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> Sta
     if at != len(data):
         raise ValueError(f"it has {len(data)} bytes, its tensors need {at}")
     # 3. Every value that names a tensor must have one.
-    missing = {n for row in rows for n, v in row.items() if v is FlatEntry.MEMORY} - found.tensors.keys()
-    if missing or any(row.get("master", FlatEntry.MEMORY) is not FlatEntry.MEMORY for row in rows):
+    missing = {n for row in rows for n, v in row.items() if v is FlatStateEntry.MEMORY} - found.tensors.keys()
+    if missing or any(row.get("master", FlatStateEntry.MEMORY) is not FlatStateEntry.MEMORY for row in rows):
         raise ValueError(f"{sorted(missing) or 'master'} should have a number per element")
     for row in rows:
-        leaves = [name for value in row.values() for name in leaf_names(value)]
-        are_tensors = all(isinstance(row.get(name), Tensor | FlatEntry) for name in leaves)
+        leaves = [name for value in row.values() for name in tree_leaf_names(value)]
+        are_tensors = all(isinstance(row.get(name), Tensor | FlatStateEntry) for name in leaves)
         if len(set(leaves)) < len(leaves) or not are_tensors:
             raise ValueError("the tensors of a tree are not there")
     found.steps[:] = steps
@@ -344,7 +351,7 @@ def _unpack_state(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> Sta
     return found
 
 
-def _read_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) -> Tensor:
+def _read_state_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) -> Tensor:
     if dtype not in _DTYPES or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{name!r} is {dtype}{shape}")
     kind: torch.dtype = getattr(torch, dtype)
@@ -357,24 +364,24 @@ def _read_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) -> Ten
     return torch.frombuffer(bytearray(data[at : at + size]), dtype=kind).reshape(shape)
 
 
-def _unpack_value(value: Any) -> StateValue | FlatEntry:
+def _unpack_state_value(value: Any) -> StateValue | FlatStateEntry:
     if value is None:
-        return FlatEntry.MEMORY
+        return FlatStateEntry.MEMORY
     number, dtype = value
     if dtype == _JSON:
-        return decode(json.loads(number))
+        return decode_tree_entry(json.loads(number))
     if not isinstance(number, int | float) or (dtype and dtype not in _DTYPES):
         raise ValueError(f"{value!r} is no number")
     return torch.tensor(number, dtype=getattr(torch, dtype), device="cpu") if dtype else number
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def _state_dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _locate_parts(parts: Sequence[tuple[States, int]]) -> list[tuple[States, int, int]]:
+def _locate_state_parts(parts: Sequence[tuple[States, int]]) -> list[tuple[States, int, int]]:
     return [(states, *states.segments[index]) for states, index in parts]
 
 
-def own(value: Any) -> Any:
+def own_state_value(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value

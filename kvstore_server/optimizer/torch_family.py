@@ -31,8 +31,8 @@ from kvstore_server.optimizer.base import (
     StateValue,
     Values,
     canonical_options,
-    count_dtype,
-    plain_value,
+    optimizer_count_dtype,
+    plain_option_value,
 )
 from kvstore_server.optimizer.rows import append_zeros, gather_rows, put_rows, scatter_rows
 from kvstore_server.plan import ALIGNMENT
@@ -78,11 +78,11 @@ class TorchOptimizer(Optimizer):
     def __init__(self, cls: TorchClass, declared: bool = False, /, **options: Any) -> None:
         self._take_class(cls, declared)
         self._take_common(options)
-        if (accepted := _signature_defaults(cls)) is not None:
+        if (accepted := _torch_signature_defaults(cls)) is not None:
             # If the constructor passes **kwargs on, only the class it passes them to knows them.
             options = canonical_options(options, accepted, self.registered_name)
         if not self.is_foreign:  # a foreign class may need its tensors as tensors
-            options = {name: _read_number(value) for name, value in options.items()}
+            options = {name: _read_torch_number(value) for name, value in options.items()}
         self._arguments = options
         if self._options.get("differentiable"):
             raise ConfigurationError(
@@ -90,8 +90,8 @@ class TorchOptimizer(Optimizer):
                 "store does not record; leave it out"
             )
         self._template = self.instance_of([torch.zeros(1 if self.elementwise else (1, 1), device="cpu")])
-        self.hyper = _group_of(self._template)
-        self._tensor_options = _tensors_of(self._template)
+        self.hyper = _torch_group_of(self._template)
+        self._tensor_options = _torch_tensor_options(self._template)
 
     def _take_class(self, cls: TorchClass, declared: bool) -> None:
         self.is_foreign = not is_torchs_own(cls)
@@ -114,12 +114,12 @@ class TorchOptimizer(Optimizer):
         """Return an optimizer like a torch instance, with the options of its one group or else its defaults."""
         kind, groups = type(instance), instance.param_groups
         found = (
-            _group_of(instance)
+            _torch_group_of(instance)
             if len(groups) == 1
-            else {k: _read_number(v) for k, v in instance.defaults.items()}
+            else {k: _read_torch_number(v) for k, v in instance.defaults.items()}
         )
         if is_torchs_own(kind):
-            accepted = _signature_defaults(kind) or {}
+            accepted = _torch_signature_defaults(kind) or {}
             return cls(kind, declared, **{key: value for key, value in found.items() if key in accepted})
         made = cls.__new__(cls)
         made._take_class(kind, declared)
@@ -129,8 +129,8 @@ class TorchOptimizer(Optimizer):
         template = kind.__new__(kind)
         template.__dict__.update(instance.__dict__)
         template.param_groups, template.state = [{"params": [], **found}], defaultdict(dict)
-        made._template, made._instance, made.hyper = template, instance, _group_of(template)
-        made._tensor_options = _tensors_of(instance)
+        made._template, made._instance, made.hyper = template, instance, _torch_group_of(template)
+        made._tensor_options = _torch_tensor_options(instance)
         return made
 
     @cached_property
@@ -138,7 +138,7 @@ class TorchOptimizer(Optimizer):
         if self._instance is None:
             return self._arguments, ""
         found = {n: v for n, v in self._template.param_groups[0].items() if n not in _LISTS}
-        return _recover_options(self._instance, found)
+        return _recover_torch_options(self._instance, found)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class TorchOptimizer(Optimizer):
         """Why a store could not build the optimizer from its options; empty if it can."""
         if self._recovery[1]:
             return self._recovery[1]
-        odd = [name for name, value in self._options.items() if not is_plain(value)]
+        odd = [name for name, value in self._options.items() if not is_plain_torch_option(value)]
         return (
             f"its {', '.join(odd)} cannot be sent, because that is not a number, text or tuple" if odd else ""
         )
@@ -189,7 +189,7 @@ class TorchOptimizer(Optimizer):
     def check_foreign(self, options: Mapping[str, Any]) -> None:
         """Raise ConfigurationError if a foreign constructor refuses a group's options."""
         if self._instance is None:
-            accepted = _signature_defaults(self.cls) or self._arguments
+            accepted = _torch_signature_defaults(self.cls) or self._arguments
             asked = {name: value for name, value in options.items() if name in accepted}
             TorchOptimizer(self.cls, self.elementwise, **{**self._arguments, **asked})
 
@@ -197,9 +197,9 @@ class TorchOptimizer(Optimizer):
         if not self.is_foreign:
             return super().plain_hyper()
         return {
-            name: plain_value(value)
+            name: plain_option_value(value)
             for name, value in self.hyper.items()
-            if is_plain(value) and name not in _LISTS
+            if is_plain_torch_option(value) and name not in _LISTS
         }
 
     def create_state(self, weight: Tensor) -> Values:
@@ -316,7 +316,7 @@ class TorchOptimizer(Optimizer):
             elif step is None:
                 on_device = group.get("fused") or group.get("capturable")
                 device = weight.device if on_device else "cpu"
-                step = torch.scalar_tensor(number - 1, device=device, dtype=count_dtype())
+                step = torch.scalar_tensor(number - 1, device=device, dtype=optimizer_count_dtype())
             given["step"] = step
         if given and not self.is_foreign and self.cls is not optim.SGD:
             # torch would raise midway in an update if an option is switched on during training.
@@ -333,12 +333,12 @@ class TorchOptimizer(Optimizer):
             *(
                 f"attribute {name!r}"
                 for name, v in kernel.__dict__.items()
-                if _is_replaced(v, former.get(name))
+                if _is_torch_entry_replaced(v, former.get(name))
             ),
             *(
                 f"group entry {name!r}"
                 for name, v in kernel.param_groups[0].items()
-                if _is_replaced(v, group.get(name))
+                if _is_torch_entry_replaced(v, group.get(name))
             ),
             *(f"state {name!r}" for name in kernel.state),
         ]
@@ -372,7 +372,7 @@ class TorchOptimizer(Optimizer):
     def instance_of(self, params: list[Any]) -> optim.Optimizer:
         """Construct the optimizer over parameters or groups. Raises ConfigurationError if the class refuses them."""
         try:
-            return _construct_optimizer(self.cls, params, self._options)
+            return _construct_torch_optimizer(self.cls, params, self._options)
         except (
             ArithmeticError,
             AssertionError,
@@ -383,13 +383,13 @@ class TorchOptimizer(Optimizer):
             ValueError,
         ) as error:
             given = ", ".join(f"{key}={value!r}" for key, value in self._options.items())
-            takes = ", ".join(_signature_defaults(self.cls) or self._options)
+            takes = ", ".join(_torch_signature_defaults(self.cls) or self._options)
             raise ConfigurationError(
                 f"{self.registered_name} refused its options ({given}): {error}; its options are {takes}"
             ) from error
 
     def _valid_options(self) -> dict[str, Any]:
-        return _signature_defaults(self.cls) or {}
+        return _torch_signature_defaults(self.cls) or {}
 
 
 def torch_name(cls: TorchClass) -> str:
@@ -401,7 +401,7 @@ def is_torchs_own(cls: TorchClass) -> bool:
     return cls in ELEMENTWISE or cls in WHOLE
 
 
-def check_supported(cls: TorchClass) -> None:
+def check_torch_class_supported(cls: TorchClass) -> None:
     """Raise ConfigurationError for a class that cannot update one parameter at a time: LBFGS."""
     if issubclass(cls, optim.LBFGS):
         raise ConfigurationError(
@@ -411,7 +411,7 @@ def check_supported(cls: TorchClass) -> None:
         )
 
 
-def _is_replaced(value: Any, former: Any, by_value: bool = False) -> bool:
+def _is_torch_entry_replaced(value: Any, former: Any, by_value: bool = False) -> bool:
     """Return whether an entry was replaced by another value; tensors by identity, or by contents if `by_value`."""
     if value is former:
         return False
@@ -420,21 +420,25 @@ def _is_replaced(value: Any, former: Any, by_value: bool = False) -> bool:
         return not (by_value and is_like and torch.equal(value, former))
     if isinstance(value, Mapping) and isinstance(former, Mapping):
         return value.keys() != former.keys() or any(
-            _is_replaced(value[n], former[n], by_value) for n in value
+            _is_torch_entry_replaced(value[n], former[n], by_value) for n in value
         )
     if isinstance(value, list | tuple) and type(value) is type(former):
-        return len(value) != len(former) or any(map(_is_replaced, value, former, [by_value] * len(value)))
+        return len(value) != len(former) or any(
+            map(_is_torch_entry_replaced, value, former, [by_value] * len(value))
+        )
     try:
         return bool(value != former)
     except Exception:  # arrays have no single truth value, and comparing unknown objects may raise anything
         return True
 
 
-def _group_of(instance: optim.Optimizer) -> dict[str, Any]:
-    return {key: _read_number(value) for key, value in instance.param_groups[0].items() if key != "params"}
+def _torch_group_of(instance: optim.Optimizer) -> dict[str, Any]:
+    return {
+        key: _read_torch_number(value) for key, value in instance.param_groups[0].items() if key != "params"
+    }
 
 
-def _tensors_of(instance: optim.Optimizer) -> dict[str, Tensor]:
+def _torch_tensor_options(instance: optim.Optimizer) -> dict[str, Tensor]:
     """Return the options of the first group that are one-element tensors, such as torchao's learning rate."""
     group = instance.param_groups[0]
     return {
@@ -444,29 +448,31 @@ def _tensors_of(instance: optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def _read_number(value: Any) -> Any:
+def _read_torch_number(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_read_number(item) for item in value)
+        return tuple(_read_torch_number(item) for item in value)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ConfigurationError(f"an option of a torch optimizer must be one number, got {value!r:.80}")
     is_numpys = hasattr(value, "item") and not getattr(value, "shape", ())
     return value.item() if is_numpys or isinstance(value, Tensor) else value
 
 
-def _construct_optimizer(cls: TorchClass, params: list[Any], options: Mapping[str, Any]) -> optim.Optimizer:
+def _construct_torch_optimizer(
+    cls: TorchClass, params: list[Any], options: Mapping[str, Any]
+) -> optim.Optimizer:
     if "params" in inspect.signature(cls).parameters:
         return cls(params=params, **options)
     return cls(params, **options)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_torch_option(value: Any) -> bool:
     """Return whether a group's entry can be sent: a number, a text, None, or a tuple or list of such."""
     if isinstance(value, tuple | list):
-        return all(map(is_plain, value))
+        return all(map(is_plain_torch_option, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
+def _torch_signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
     """Return a torch class's options and defaults from its constructor; None if that takes any."""
     parameters = list(inspect.signature(cls).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -476,13 +482,13 @@ def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
     return {p.name: p.default for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name != own}
 
 
-def _recover_options(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _recover_torch_options(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the constructor's arguments, found in groups and attributes; and why those are not the ones, if so."""
     cls, kept = type(instance), {**vars(instance), **found}
-    accepted = _signature_defaults(cls)
+    accepted = _torch_signature_defaults(cls)
     options = {name: kept[name] for name in (found if accepted is None else accepted) if name in kept}
     try:
-        built = _construct_optimizer(cls, [torch.zeros(1, 1, device="cpu")], options)
+        built = _construct_torch_optimizer(cls, [torch.zeros(1, 1, device="cpu")], options)
     except Exception as error:
         return (
             options,
@@ -495,10 +501,12 @@ def _recover_options(instance: optim.Optimizer, found: Mapping[str, Any]) -> tup
         for name, value in vars(instance).items()
         if name not in torchs
         if type(vars(built).get(name)) is not type(value)
-        or _is_replaced(value, vars(built)[name], by_value=True)
+        or _is_torch_entry_replaced(value, vars(built)[name], by_value=True)
     ]
     own = built.param_groups[0]
-    unlike += [n for n, v in found.items() if is_plain(v) and _is_replaced(own.get(n, v), v)]
+    unlike += [
+        n for n, v in found.items() if is_plain_torch_option(v) and _is_torch_entry_replaced(own.get(n, v), v)
+    ]
     if unlike:
         return options, f"one built from what its groups contain differs in {', '.join(map(repr, unlike))}"
     return options, ""

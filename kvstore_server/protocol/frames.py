@@ -60,13 +60,16 @@ _PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
 _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 
 
-def encode(message: m.Request | m.Reply) -> list[Frame]:
-    """Return the frames of a message; a single payload is passed through, not copied. Raises like `encode_parts`."""
-    frames, payloads = encode_parts(message)
-    return frames if payloads is None else [*frames, _join_payloads(payloads)]
+def encode_frames(message: m.Request | m.Reply) -> list[Frame]:
+    """Return the frames of a message; a single payload is passed through, not copied.
+
+    Raises like `encode_frames_and_payloads`.
+    """
+    frames, payloads = encode_frames_and_payloads(message)
+    return frames if payloads is None else [*frames, _join_payload_frame(payloads)]
 
 
-def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
+def encode_frames_and_payloads(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
     """Return a message's frames, and separately its payloads.
 
     A reply that does not fit into a frame is replaced by a failure that says so. Raises ProtocolError if a frame of a
@@ -88,7 +91,7 @@ def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Te
         )
         if isinstance(message, m.Request):
             raise error
-        return encode_parts(m.Reply(message.number, m.Failed(*to_wire(error))))
+        return encode_frames_and_payloads(m.Reply(message.number, m.Failed(*to_wire(error))))
     head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, message.number, run)
     if isinstance(body, m.Failed) and body.code == VersionMismatchError.__name__:
         return [head, *frames], None  # up to version 15 the header was a frame of its own
@@ -96,7 +99,7 @@ def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Te
     return [head + frames[0], *frames[1:]], payloads
 
 
-def decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
+def decode_frames(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
     """Decode frames to run, session, request number and body. Run and session of a reply are 0.
 
     Raises:
@@ -159,7 +162,7 @@ class LongMessage:
     def decode(self) -> tuple[int, int, int, Any]:
         """Decode the complete message, like `decode`. Raises ProtocolError, too, if it was too large."""
         if not self._is_refused:
-            return decode(self._frames)
+            return decode_frames(self._frames)
         raise ProtocolError(
             f"a message of {self._count} frames is refused: one may have {MAX_FRAMES} frames, or be optimizer state "
             f"of up to {self._max_bytes} bytes (--max-message-bytes)"
@@ -182,7 +185,7 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
     cuts = list(_group_by_size(sizes.tolist(), most, alone))
     payloads: list[Sequence[Tensor]] = [body.payloads[cut] for cut in cuts]
     if len(body.payloads) < len(sizes):
-        payloads = list(_split_payloads(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
+        payloads = list(_split_frame_payloads(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
     # 3. Build the messages.
     if isinstance(body, m.Weights):
         rows = zip(cuts, payloads, strict=True)
@@ -208,7 +211,7 @@ def _group_by_size(sizes: Sequence[int], most: int, alone: int) -> Iterator[slic
     yield slice(first, len(sizes))
 
 
-def _split_payloads(payloads: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
+def _split_frame_payloads(payloads: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
     left = deque(payloads)
     for size in sizes:
         own: list[Tensor] = []
@@ -392,7 +395,7 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     commits = np.ndarray((num_commits, m.COMMIT_WORDS), _WORD, body, split)
     if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
-    payload, factor = _read_payload(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
+    payload, factor = _read_payload_frame(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
     contribution = m.Contribute(pushes, (payload,), commits, rescale=factor, timeout=timeout, hold=hold)
     if nbytes > size:
         _decode_extra(body[size:], contribution)
@@ -463,7 +466,7 @@ def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
     if is_done:
         return m.Done(rows)
     parts = np.ndarray(((nbytes - split) // row, m.PART_WORDS), _WORD, body, split)
-    return m.Weights(parts, (_read_payload(frames[1], parts[:, 3]),), locations=rows)
+    return m.Weights(parts, (_read_payload_frame(frames[1], parts[:, 3]),), locations=rows)
 
 
 def _encode_pull(pull: m.Pull) -> list[bytes]:
@@ -499,7 +502,7 @@ def _decode_state(frames: Sequence[Frame]) -> m.SliceState:
     return m.SliceState(head[0], head[1], head[2], data)
 
 
-def _read_payload(frame: Frame, sizes: m.Ints) -> Tensor:
+def _read_payload_frame(frame: Frame, sizes: m.Ints) -> Tensor:
     """Return the bytes of a payload frame. Raises ProtocolError unless the sizes of its pieces add up to its own."""
     total = len(frame)
     listed = sizes.tolist()  # Python ints: their sum cannot overflow to the right one
@@ -512,7 +515,7 @@ def _read_payload(frame: Frame, sizes: m.Ints) -> Tensor:
     )
 
 
-def _join_payloads(payloads: Sequence[Tensor]) -> Frame:
+def _join_payload_frame(payloads: Sequence[Tensor]) -> Frame:
     """Concatenate payloads into one frame; a single one is passed through."""
     if not payloads:
         return b""
@@ -525,7 +528,7 @@ def _join_payloads(payloads: Sequence[Tensor]) -> Frame:
     return whole.view(torch.uint8).numpy().data
 
 
-class _Kind(NamedTuple):
+class _FrameKind(NamedTuple):
     code: int
     num_frames: int
     """0: one or more."""
@@ -535,13 +538,13 @@ class _Kind(NamedTuple):
     """Decodes the body and the other frames."""
 
 
-_KINDS: dict[type[Any], _Kind] = {
-    m.Contribute: _Kind(0x80, 2, _encode_contribute, _decode_contribute),
-    m.Weights: _Kind(0x82, 2, _encode_rows, _decode_rows),
-    m.Done: _Kind(0x83, 1, _encode_rows, _decode_rows),
-    m.SliceState: _Kind(0x84, 0, _encode_state, _decode_state),
-    m.Resolve: _Kind(0x85, 1, _encode_resolve, _decode_resolve),
-    m.Held: _Kind(0x86, 1, _encode_held, _decode_held),
-    m.Pull: _Kind(0x88, 1, _encode_pull, _decode_pull),
+_KINDS: dict[type[Any], _FrameKind] = {
+    m.Contribute: _FrameKind(0x80, 2, _encode_contribute, _decode_contribute),
+    m.Weights: _FrameKind(0x82, 2, _encode_rows, _decode_rows),
+    m.Done: _FrameKind(0x83, 1, _encode_rows, _decode_rows),
+    m.SliceState: _FrameKind(0x84, 0, _encode_state, _decode_state),
+    m.Resolve: _FrameKind(0x85, 1, _encode_resolve, _decode_resolve),
+    m.Held: _FrameKind(0x86, 1, _encode_held, _decode_held),
+    m.Pull: _FrameKind(0x88, 1, _encode_pull, _decode_pull),
 }
 _BY_CODE = {kind.code: kind for kind in _KINDS.values()}

@@ -114,7 +114,7 @@ def decode_rows(plan: Plan, slice_: Slice, data: memoryview, is_joined: bool = F
         ProtocolError: The bytes do not fit the slice.
     """
     # 1. The head.
-    reader = _Reader(data)
+    reader = _RowReader(data)
     count, slices = reader.take(_INT, 2).tolist()
     if not 0 < count <= len(slice_.segments):
         raise ProtocolError(f"a slice of {len(slice_.segments)} segments cannot have rows of {count}")
@@ -144,7 +144,7 @@ def decode_rows(plan: Plan, slice_: Slice, data: memoryview, is_joined: bool = F
     return parts, slices
 
 
-def num_slices(data: Tensor) -> int:
+def num_slices_of_rows(data: Tensor) -> int:
     return max(int(data[4:8].numpy().view("<i4")[0]), 1) if len(data) >= 8 else 1
 
 
@@ -172,7 +172,7 @@ def read_payload(
 
 def payload_nbytes(payload: Payload) -> int:
     if isinstance(payload, Mapping):
-        return sum(one.nbytes for one in _tensors_of(payload))
+        return sum(one.nbytes for one in _tensors_of_row_parts(payload))
     return payload.data.nbytes if isinstance(payload, CompressedPayload) else payload.nbytes
 
 
@@ -192,7 +192,7 @@ def _num_rows(plan: Plan, slice_: Slice, position: int, slices: int, is_joined: 
     return int(block.starts[first + slices] - block.starts[first])
 
 
-class _Reader:
+class _RowReader:
     """Reads bytes front to back. Raises ProtocolError at the end of the data."""
 
     def __init__(self, data: memoryview) -> None:
@@ -218,14 +218,14 @@ class _Reader:
             [ids] = np.unpackbits(bits, count=num_rows, bitorder="little").nonzero()
         else:
             ids = self.take(_INT, count).astype(np.int64)
-        if len(ids) != count or not are_rows(ids, num_rows):
+        if len(ids) != count or not are_row_ids(ids, num_rows):
             raise ProtocolError(
                 f"the {count} rows of a slice are not distinct, ascending and below {num_rows}"
             )
         return torch.from_numpy(ids)
 
 
-def are_rows(ids: Ints, num_rows: int) -> bool:
+def are_row_ids(ids: Ints, num_rows: int) -> bool:
     """Return whether ids are distinct, ascending and below `num_rows`."""
     return not len(ids) or bool(ids[0] >= 0 and ids[-1] < num_rows and (ids[1:] > ids[:-1]).all())
 
@@ -306,14 +306,14 @@ def same_payload(a: object, b: object) -> bool:
     if isinstance(a, CompressedPayload) and isinstance(b, CompressedPayload):
         return a.codec == b.codec and torch.equal(a.data, b.data)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        mine, theirs = _tensors_of(a), _tensors_of(b)
+        mine, theirs = _tensors_of_row_parts(a), _tensors_of_row_parts(b)
         return a.keys() == b.keys() and len(mine) == len(theirs) and all(map(same_bits, mine, theirs))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or same_bits(a, b)
     return False
 
 
-def _tensors_of(parts: Parts) -> list[Tensor]:
+def _tensors_of_row_parts(parts: Parts) -> list[Tensor]:
     pairs = [part for _, part in sorted(parts.items())]
     return [tensor for part in pairs for tensor in (part if isinstance(part, RowSet) else (part,))]
 

@@ -25,7 +25,7 @@ STEPS_KEPT = 64
 """How many changes are stored for workers that lack several."""
 
 
-class _Step(NamedTuple):
+class _DeltaStep(NamedTuple):
     before: int
     changes: dict[int, Tensor | None]
     """Slot → the encoded change; None if it could not be encoded."""
@@ -53,7 +53,7 @@ class Deltas:
         """Keys (by index) that no round has updated since the last change; None if there was no round."""
         self._exact: dict[int, int] = {}
         """Slot that is sent exactly → the version from which on workers have it so."""
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_DeltaStep] = deque()
         self._is_reset = True
         self._zeros = self._left = torch.empty(0, device="cpu")
 
@@ -94,9 +94,11 @@ class Deltas:
         else:
             changes = {slot: self._change(slot, weights) for slot, weights in self.weights.items()}
             nbytes = sum([one.nbytes for one in changes.values() if one is not None])
-            self._steps.append(_Step(self.version, changes, nbytes))
+            self._steps.append(_DeltaStep(self.version, changes, nbytes))
             # Half precision is encoded as float32. One byte for each element is then half as long as its weights.
-            numbers = [(len(one), compute_dtype(_dtype_name(one)).itemsize) for one in self.weights.values()]
+            numbers = [
+                (len(one), compute_dtype(_delta_dtype_name(one)).itemsize) for one in self.weights.values()
+            ]
             most = sum([numel * itemsize for numel, itemsize in numbers]) // 2
             while len(self._steps) > STEPS_KEPT or sum([step.nbytes for step in self._steps]) > most:
                 self._steps.popleft()
@@ -108,7 +110,7 @@ class Deltas:
 
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
         """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied instead."""
-        given, dtype = self._storage.padded[slot], compute_dtype(_dtype_name(weights))
+        given, dtype = self._storage.padded[slot], compute_dtype(_delta_dtype_name(weights))
         segments, keys = self._pieces[slot].segments, self._still or ()
         still = [slice(one.start, one.start + one.numel) for one in segments if one.key in keys]
         if len(still) == len(segments) or torch.equal(given, weights):  # stops at the first difference
@@ -120,7 +122,7 @@ class Deltas:
                 torch.empty(numel, dtype=dtype, device="cpu"),
             )
         change = torch.empty(
-            self.codec.encoded_nbytes(numel, _dtype_name(self._zeros)), dtype=torch.uint8, device="cpu"
+            self.codec.encoded_nbytes(numel, _delta_dtype_name(self._zeros)), dtype=torch.uint8, device="cpu"
         )
         try:
             # Keys without an update keep their weights, in both branches.
@@ -136,7 +138,7 @@ class Deltas:
             for part, numbers in zip(still, kept, strict=True):
                 weights[part] = numbers
             return None
-        add_changes(self.codec, change, weights)
+        add_delta_changes(self.codec, change, weights)
         return change
 
     def parts(self, slot: int, held: int) -> tuple[Tensor, bool]:
@@ -150,7 +152,7 @@ class Deltas:
             return found[0] if len(found) == 1 else torch.cat(found), True
         return self.weights[slot].clone(), False
 
-    def values(self, known: int | None) -> tuple[list[Any], list[_Step]]:
+    def values(self, known: int | None) -> tuple[list[Any], list[_DeltaStep]]:
         """Return all but the weights, as plain values, and the changes since version `known`; None: all of them."""
         still = None if self._still is None else sorted(self._still)
         values = [self.version, still, self._exact, self._is_reset, sorted(self.weights)]
@@ -164,14 +166,14 @@ class Deltas:
         self.version, still, exact, self._is_reset, slots, befores = values
         self._still, self._exact = None if still is None else frozenset(still), dict(exact)
         self.weights = {slot: self._storage.durable_part("deltas", slot) for slot in slots}
-        steps = [*self._steps, *(_Step(*one) for one in new_steps)]
+        steps = [*self._steps, *(_DeltaStep(*one) for one in new_steps)]
         latest = {step.before: step for step in steps}
         self._steps = deque(latest[before] for before in befores)
 
 
-def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
+def add_delta_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
     """Add encoded changes of some weights to them, in order. Raises ProtocolError unless these are whole changes."""
-    dtype = _dtype_name(torch.empty(0, dtype=compute_dtype(_dtype_name(weights)), device="cpu"))
+    dtype = _delta_dtype_name(torch.empty(0, dtype=compute_dtype(_delta_dtype_name(weights)), device="cpu"))
     size = codec.encoded_nbytes(len(weights), dtype)
     if len(changes) % size:
         raise ProtocolError(
@@ -181,7 +183,7 @@ def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
     for start in range(0, len(changes), size):
         one = changes[start : start + size]
         codec.check_payload(one, dtype, len(weights))
-        if dtype == _dtype_name(weights):
+        if dtype == _delta_dtype_name(weights):
             codec.decode_add(one, dtype, weights)
         else:
             # Finite weights stay finite, although the codec may have rounded beyond the range of half precision.
@@ -190,5 +192,5 @@ def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
             weights.copy_(torch.where(is_inf, weights, weights.clamp(-most, most)))
 
 
-def _dtype_name(numbers: Tensor) -> str:
+def _delta_dtype_name(numbers: Tensor) -> str:
     return str(numbers.dtype).removeprefix("torch.")

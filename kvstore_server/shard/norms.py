@@ -80,10 +80,12 @@ def partial_norm(values: Tensor, norm_type: float) -> float:
         values: Any shape; contiguous ones are fastest.
     """
     if norm_type == math.inf:
-        return _find_largest(_read_floats([block.abs().amax().double() for block in _split_blocks(values)]))
-    total = _sum_of_powers(values, norm_type)
+        return _largest_partial_norm(
+            _read_partial_norms([block.abs().amax().double() for block in _split_norm_blocks(values)])
+        )
+    total = _sum_norm_powers(values, norm_type)
     if _MIN_SAFE_SUM < total < math.inf or math.isnan(total):
-        return _take_root(total, norm_type)
+        return _take_norm_root(total, norm_type)
     if total == 0.0 and norm_type <= 2.0 and values.dtype != torch.float64:
         return (
             0.0  # exact: squares of the smallest float32 subnormals, about 1e-90, do not underflow in float64
@@ -92,29 +94,31 @@ def partial_norm(values: Tensor, norm_type: float) -> float:
     largest = partial_norm(values, math.inf)
     if largest == 0.0 or largest == math.inf:
         return largest
-    return largest * _take_root(_sum_of_powers(values, norm_type, largest), norm_type)
+    return largest * _take_norm_root(_sum_norm_powers(values, norm_type, largest), norm_type)
 
 
-def _split_blocks(values: Tensor) -> Sequence[Tensor]:
+def _split_norm_blocks(values: Tensor) -> Sequence[Tensor]:
     return torch.split(values.reshape(-1), _BLOCK) if values.numel() else ()
 
 
-def _sum_of_powers(values: Tensor, norm_type: float, divisor: float = 1.0) -> float:
-    # `_raise_to_power` writes in place, which saves an allocation for each block. So it needs a copy: `double` makes
-    # one, except of float64.
-    blocks = _split_blocks(values)
+def _sum_norm_powers(values: Tensor, norm_type: float, divisor: float = 1.0) -> float:
+    # `_raise_to_norm_power` writes in place, which saves an allocation for each block. So it needs a copy: `double`
+    # makes one, except of float64.
+    blocks = _split_norm_blocks(values)
     wide = (block.clone() if block.dtype == torch.float64 else block.double() for block in blocks)
     some = wide if divisor == 1.0 else (block.div_(divisor) for block in wide)
-    return _add_in_order(_read_floats([_raise_to_power(block, norm_type).sum() for block in some]))
+    return _add_norms_in_order(
+        _read_partial_norms([_raise_to_norm_power(block, norm_type).sum() for block in some])
+    )
 
 
-def _read_floats(parts: Sequence[Tensor]) -> Iterable[float]:
+def _read_partial_norms(parts: Sequence[Tensor]) -> Iterable[float]:
     if parts and parts[0].device.type != "cpu":
         return torch.stack([*parts]).tolist()
     return (float(part) for part in parts)
 
 
-def _add_in_order(parts: Iterable[float]) -> float:
+def _add_norms_in_order(parts: Iterable[float]) -> float:
     """Add numbers one by one. `sum` compensates for rounding from Python 3.12 on, which gives other bits."""
     total = 0.0
     for part in parts:
@@ -122,7 +126,7 @@ def _add_in_order(parts: Iterable[float]) -> float:
     return total
 
 
-def _take_root(total: float, norm_type: float) -> float:
+def _take_norm_root(total: float, norm_type: float) -> float:
     if norm_type in (1.0, 2.0):
         return total if norm_type == 1.0 else math.sqrt(total)
     try:
@@ -131,7 +135,7 @@ def _take_root(total: float, norm_type: float) -> float:
         return math.inf
 
 
-def _raise_to_power(values: Tensor, norm_type: float) -> Tensor:
+def _raise_to_norm_power(values: Tensor, norm_type: float) -> Tensor:
     """Replace elements by the powers of their magnitudes, in place."""
     if norm_type == 2.0:
         return values.mul_(values)
@@ -146,11 +150,11 @@ def is_finite(values: Tensor, partial: float) -> bool:
 def combine(partials: Iterable[float], norm_type: float) -> float:
     """Return the norm of the whole from the partial norms of its parts, given in slice order."""
     all_partials = [*partials]
-    largest = _find_largest(all_partials)
+    largest = _largest_partial_norm(all_partials)
     if norm_type == math.inf or largest == 0.0 or not math.isfinite(largest):
         return largest
-    return largest * _take_root(
-        _add_in_order((one / largest) ** norm_type for one in all_partials), norm_type
+    return largest * _take_norm_root(
+        _add_norms_in_order((one / largest) ** norm_type for one in all_partials), norm_type
     )
 
 
@@ -203,17 +207,18 @@ def measure(
             values = values if all(dense) else only_segments(values, slice_, dense)
         if values is not None or sparse:
             if scale != 1.0:
-                values = None if values is None else _scale_values(values, scale)
+                values = None if values is None else _scale_for_norm(values, scale)
                 sparse = {
-                    at: part._replace(values=_scale_values(part.values, scale)) for at, part in sparse.items()
+                    at: part._replace(values=_scale_for_norm(part.values, scale))
+                    for at, part in sparse.items()
                 }
-            partial, is_slice_finite = partial_of_slice(values, sparse, norm_type)
+            partial, is_slice_finite = partial_norm_of_slice(values, sparse, norm_type)
             partials.append(partial)
             finite = finite and is_slice_finite
     return Measured(combine(partials, norm_type), finite)
 
 
-def partial_of_slice(
+def partial_norm_of_slice(
     values: Tensor | None, sparse: Mapping[int, RowSet], norm_type: float
 ) -> tuple[float, bool]:
     """Return the partial norm of a slice, and whether all of it is finite.
@@ -239,11 +244,11 @@ def only_segments(values: Tensor, slice_: Slice, wanted: Sequence[bool]) -> Tens
     return copy
 
 
-def _scale_values(values: Tensor, scale: float) -> Tensor:
+def _scale_for_norm(values: Tensor, scale: float) -> Tensor:
     return (values.float() if values.dtype.itemsize < 4 else values) * scale
 
 
-def _find_largest(partials: Iterable[float]) -> float:
+def _largest_partial_norm(partials: Iterable[float]) -> float:
     found = 0.0
     for partial in partials:
         # After a NaN, no comparison is true, so a NaN stays the result.

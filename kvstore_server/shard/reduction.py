@@ -130,7 +130,7 @@ def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
     return flat if not start and stop >= flat.numel() else flat[start:stop]
 
 
-def left_out_by_all(contributions: Sequence[RankContribution]) -> frozenset[int]:
+def left_out_of_reduction(contributions: Sequence[RankContribution]) -> frozenset[int]:
     """Return the keys that every contribution leaves out."""
     left_out = contributions[0].absent if contributions else NO_KEYS
     for given in contributions:
@@ -138,7 +138,7 @@ def left_out_by_all(contributions: Sequence[RankContribution]) -> frozenset[int]
     return left_out
 
 
-class Sums:
+class Reduction:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._chunks = BoundedCache[list[ReduceChunk]](storage.slots)
@@ -185,7 +185,7 @@ class Sums:
         of_keys = [one.rows[layout.key] for one in parts]
         if len(layouts) > 1:
             starts = [(one.part.start - layout.part.start) // layout.width for one in layouts]
-            of_keys = [_join_keys([one.rows[here.key] for here in layouts], starts) for one in parts]
+            of_keys = [_join_reduced_keys([one.rows[here.key] for here in layouts], starts) for one in parts]
         values = [rows.values.to(compute_dtype(layout.block.dtype)) for rows in of_keys]
         if common is None:
             values = [value * one.scale for value, one in zip(values, parts, strict=True)]
@@ -424,7 +424,7 @@ class Sums:
         return values
 
 
-def _join_keys(parts: Sequence[RowSet], starts: Sequence[int]) -> RowSet:
+def _join_reduced_keys(parts: Sequence[RowSet], starts: Sequence[int]) -> RowSet:
     """Concatenate rows of several keys, with ids shifted by each key's start."""
     ids = [part.ids + start for part, start in zip(parts, starts, strict=True)]
     return RowSet(torch.cat(ids), torch.cat([part.values for part in parts]))

@@ -34,21 +34,27 @@ from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.durable.journal import Journal
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.failpoints import failpoint
-from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
-from kvstore_server.optimizer.apply import moves_only_rows, takes_rows
+from kvstore_server.optimizer import Optimizer, State, States, apply_update, apply_update_to_rows
+from kvstore_server.optimizer.apply import applies_to_rows, applies_to_rows_alone
 from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, scatter_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.rows import Parts, RowSet, cut_rows
-from kvstore_server.shard.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
+from kvstore_server.shard.norms import (
+    UNCHANGED,
+    Decision,
+    apply_decision,
+    only_segments,
+    partial_norm_of_slice,
+)
 from kvstore_server.shard.reduction import (
     NO_KEYS,
     Present,
     RankContribution,
     ReduceChunk,
+    Reduction,
     Run,
-    Sums,
-    left_out_by_all,
+    left_out_of_reduction,
     part_of,
 )
 from kvstore_server.shard.storage import Block, Hypers, KeyLayout, Read, Storage, Undo, Unit
@@ -93,7 +99,7 @@ class Shard:
         self.storage = Storage(leases, journal, name)
         self._journal = journal
         self._undo_plans = None if journal is None else ChunkUndoPlans(self.storage, journal)
-        self._sums = Sums(self.storage)
+        self._sums = Reduction(self.storage)
         self._cuts = ViewCache()
         self.counts = np.zeros(0, np.int64)
         """Updates of each key since the optimizer was set, also of keys that are on other servers."""
@@ -130,7 +136,9 @@ class Shard:
                 runs.append(run)
         if not found:
             return RankContribution(runs, scale, absent)
-        rows_of = {key: parts[0] if len(parts) == 1 else _join_slices(parts) for key, parts in found.items()}
+        rows_of = {
+            key: parts[0] if len(parts) == 1 else _join_shard_slices(parts) for key, parts in found.items()
+        }
         return RankContribution(runs, scale, absent, rows_of)
 
     def _take_rows(self, slot: int, parts: Parts, found: dict[int, list[RowSet]]) -> Tensor | None:
@@ -282,7 +290,7 @@ class Shard:
             ) from error
         failpoint("server.update.end")
         self.count(units)
-        left_out = left_out_by_all(contributions)
+        left_out = left_out_of_reduction(contributions)
         if left_out:
             self.counts[list(left_out)] -= 1
 
@@ -541,12 +549,12 @@ class Shard:
 
                 of_run = weight[part.start - begin : part.stop - begin].view(shape)
                 hyper = {**block.hypers[i], "key": layout.spec.key}
-                update_rows(optimizer, of_run, *own, state, hyper, room)
+                apply_update_to_rows(optimizer, of_run, *own, state, hyper, room)
                 keep(i, j, part, state)
         # 4. Record the changed rows of each key. Some optimizers change rows without gradient, too.
         starts = [(one.part.start - begin) // layout.width for one in layouts]
         for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True) if self.tracks_changes else ():
-            is_all = not moves_only_rows(optimizer, block.hypers[one.first])
+            is_all = not applies_to_rows_alone(optimizer, block.hypers[one.first])
             self._record_rows(one.key, None if is_all else ids)
 
     @staticmethod
@@ -556,7 +564,8 @@ class Shard:
             return False  # its float32 copy follows weights that were replaced
         # The first update creates the state of all rows.
         return all(
-            block.states.steps[i:j].all() and moves_only_rows(optimizer, block.hypers[i]) for i, j in runs
+            block.states.steps[i:j].all() and applies_to_rows_alone(optimizer, block.hypers[i])
+            for i, j in runs
         )
 
     def _key_state(self, layout: KeyLayout, optimizer: Optimizer, shape: Sequence[int]) -> State:
@@ -613,14 +622,14 @@ class Shard:
                 sparse = measured.pop(slot, {})
                 if here is None or here.any() or sparse:
                     body = own if here is None and not sparse else _only_dense(own, one.slice, here, sparse)
-                    partials[slot] = Partial(one.slice.index, *partial_of_slice(body, sparse, norm_type))
+                    partials[slot] = Partial(one.slice.index, *partial_norm_of_slice(body, sparse, norm_type))
         # 3. Measure the slices that consist of rows only.
         for slot, sparse in measured.items():
             partials[slot] = Partial(
-                self.storage.slots[slot].slice.index, *partial_of_slice(None, sparse, norm_type)
+                self.storage.slots[slot].slice.index, *partial_norm_of_slice(None, sparse, norm_type)
             )
         updated = {key: rows[key] for key in by_rows}
-        held = RankContribution(runs, 1.0, left_out_by_all(contributions), updated, is_scratch=True)
+        held = RankContribution(runs, 1.0, left_out_of_reduction(contributions), updated, is_scratch=True)
         return HeldSum(held, tuple(partials[slot] for slot in sorted(partials)))
 
     def call_updater(self, unit: Unit, contributions: Sequence[RankContribution], updater: Updater) -> None:
@@ -628,7 +637,7 @@ class Shard:
         # 1. Sum. The function gets whole keys, so the sums of all chunks are collected first.
         self.undos[unit] = self.snapshot(unit)
         unit.changes.record_all()
-        left_out = left_out_by_all(contributions)
+        left_out = left_out_of_reduction(contributions)
         sums: dict[int, Tensor] = {}
         for chunk in self._sums.chunks(contributions, (), True):
             place = chunk.place
@@ -715,7 +724,7 @@ class Shard:
         Every server learns from every contribution which keys it has, also those of other servers, so all servers
         count the same. Loaded state has its own counts.
         """
-        left_out = left_out_by_all(contributions)
+        left_out = left_out_of_reduction(contributions)
         end = unit.first_key + len(unit.plan.specs)
         found = [
             c + (k not in left_out)
@@ -865,7 +874,9 @@ class Shard:
             key
             for key in self._sums.given_as_rows(contributions)
             if not optimizer.elementwise
-            or takes_rows(optimizer, self.storage.layouts[key].block.hypers[self.storage.layouts[key].first])
+            or applies_to_rows(
+                optimizer, self.storage.layouts[key].block.hypers[self.storage.layouts[key].first]
+            )
         ]
 
     def _record_dense(self, chunk: ReduceChunk) -> None:
@@ -887,7 +898,7 @@ class Shard:
         layout.unit.changes.record(slot.slice.segments[0].key, layout.first - slot.first, ids)
 
 
-def _join_slices(parts: Sequence[RowSet]) -> RowSet:
+def _join_shard_slices(parts: Sequence[RowSet]) -> RowSet:
     """Join rows of a key from several slices. Raises ProtocolError unless they are distinct and ascending."""
     ids = torch.cat([part.ids for part in parts])
     if not bool((ids[1:] > ids[:-1]).all()):

@@ -15,7 +15,7 @@ With a `Journal`, weights and optimizer state are in memory that outlives the pr
 they are written, and a moved slot continues in a *spare*, memory with the layout of its block that outlives the
 process, too.
 
-`RowChanges` records which rows have changed since a version, so that workers are sent only these.
+`StoredRowChanges` records which rows have changed since a version, so that workers are sent only these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.durable.journal import Journal
-from kvstore_server.durable.memory import typed
+from kvstore_server.durable.memory import typed_durable_memory
 from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, group_slices, row_numel
@@ -66,7 +66,7 @@ VERSIONS_KEPT = 256
 """How many changes of a key are stored one by one."""
 
 
-class RowChanges:
+class StoredRowChanges:
     """Which rows of a table have changed since a worker was sent its weights.
 
     Changes are recorded as they are made, and get the table's version when `since` is called. Row ids are stored as
@@ -120,27 +120,27 @@ class RowChanges:
                 self._kept[changed] = 0
                 self._floors[changed] = version
             elif noted:
-                entries.append((version, _union_rows(noted)))
-                self._kept[changed] = self._kept.get(changed, 0) + _count_rows(entries[-1][1])
+                entries.append((version, _union_stored_rows(noted)))
+                self._kept[changed] = self._kept.get(changed, 0) + _count_stored_rows(entries[-1][1])
                 while self._kept[changed] > self._rooms[changed] or len(entries) > VERSIONS_KEPT:
                     self._floors[changed], oldest = entries.popleft()
-                    self._kept[changed] -= _count_rows(oldest)
+                    self._kept[changed] -= _count_stored_rows(oldest)
         self._pending.clear()
         if held == version:
             return {}
         if held < self._floors[key]:
             return None
         newest_first = reversed(self._entries.get(key, ()))
-        return _union_rows(
+        return _union_stored_rows(
             [rows for _, rows in itertools.takewhile(lambda entry: entry[0] > held, newest_first)]
         )
 
 
-def _count_rows(rows: Rows) -> int:
+def _count_stored_rows(rows: Rows) -> int:
     return sum(1 if ids is None else len(ids) for ids in rows.values())
 
 
-def _union_rows(parts: Sequence[Rows]) -> Rows:
+def _union_stored_rows(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     found: dict[int, list[Tensor] | None] = {}
@@ -235,7 +235,7 @@ class Unit:
     """First key → its slices here, or one slice of several keys; only what workers hold copies of."""
     keys: frozenset[int]
     """The keys (by index in the plan) with elements on this server."""
-    changes: RowChanges
+    changes: StoredRowChanges
     reads: dict[int, list[Read]] = field(default_factory=dict)
     """Rank → the weights that it was sent, oldest first; it computes its next gradient with one of them. Only for
     optimizers with delay compensation.
@@ -318,7 +318,7 @@ class Storage:
         keys = frozenset(segment.key for slice_ in slices for segment in slice_.segments)
         slots = {slice_.index: len(self.slots) + at for at, slice_ in enumerate(slices)}
         own = group_slices([(slice_.segments[0].key, slice_) for slice_ in plan.resident_slices_of(server)])
-        unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
+        unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, StoredRowChanges(own))
         blocks = self._blocks_for(plan, slices, memory)
         if len(self.protected_at) < len(self.slots) + len(slices):
             more = np.full(len(self.protected_at) + len(slices), _UNKNOWN, np.int64)
@@ -377,9 +377,9 @@ class Storage:
         def allocate(entry: str, length: int, dtype: torch.dtype) -> Tensor:
             # A new region for each: one that another optimizer has left is not zero.
             key = f"{self._name}.state.{region.number}.{journal.memory.last + 1}.{entry}"
-            return typed(journal.memory.take(key, length * dtype.itemsize).data, length, dtype)
+            return typed_durable_memory(journal.memory.take(key, length * dtype.itemsize).data, length, dtype)
 
-        weights = typed(region.data[: numel * itemsize], numel, torch_dtype(dtype))
+        weights = typed_durable_memory(region.data[: numel * itemsize], numel, torch_dtype(dtype))
         counters = write_counters_in(region.data) if has_counters else None
         block = Block(dtype, weights, States(dtype, numel, allocate=allocate), counters, number=region.number)
         self.all_blocks.append(block)
@@ -652,7 +652,7 @@ class Storage:
         while len(block.spares) <= at:
             key = f"{self._name}.spare.{block.number}.{len(block.spares)}"
             region = self.journal.memory.take(key, block.weights.nbytes)
-            block.spares.append(typed(region.data, block.weights.numel(), block.weights.dtype))
+            block.spares.append(typed_durable_memory(region.data, block.weights.numel(), block.weights.dtype))
         return block.spares[at]
 
     def return_moved(self) -> None:
@@ -684,7 +684,7 @@ class Storage:
         assert self.journal is not None
         one = self.slots[slot]
         region = self.journal.memory.take(f"{self._name}.{name}.{one.block.number}", one.block.weights.nbytes)
-        whole = typed(region.data, one.block.weights.numel(), one.block.weights.dtype)
+        whole = typed_durable_memory(region.data, one.block.weights.numel(), one.block.weights.dtype)
         return whole[one.start : self.ends[slot]]
 
     def half(self, slot: int, version: int) -> Tensor:

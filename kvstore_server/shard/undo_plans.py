@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore_server.durable.journal import Journal, UndoPlan
+from kvstore_server.durable.journal import Journal, JournalPlan
 from kvstore_server.shard.reduction import ReduceChunk
 from kvstore_server.shard.storage import Storage
 
@@ -22,8 +22,8 @@ _MAX_PLANS = 64
 """Plans that are kept; a table has one for each set of keys that a round can leave out."""
 
 
-class _Planned(NamedTuple):
-    plan: UndoPlan
+class _PlannedUndo(NamedTuple):
+    plan: JournalPlan
     chunks: Sequence[ReduceChunk]
     """Referenced, so that their identity stays their own."""
     state: list[Tensor]
@@ -36,10 +36,10 @@ class ChunkUndoPlans:
     def __init__(self, storage: Storage, journal: Journal) -> None:
         self._storage = storage
         self._journal = journal
-        self._known: dict[int, _Planned] = {}
+        self._known: dict[int, _PlannedUndo] = {}
         """By the identity of the chunks, which are cached themselves."""
 
-    def begin(self, chunks: Sequence[ReduceChunk]) -> UndoPlan | None:
+    def begin(self, chunks: Sequence[ReduceChunk]) -> JournalPlan | None:
         """Begin to update chunks one after the other; each is then protected by `protect`, unless it is left out.
 
         Returns None if they must be protected otherwise, because weights may have to move (`Storage.may_move`), or
@@ -52,11 +52,11 @@ class ChunkUndoPlans:
         if known is None or len(known.state) != len(state) or not all(map(is_, known.state, state)):
             if len(self._known) >= _MAX_PLANS:
                 self._known.clear()
-            known = _Planned(self._journal.plan(map(self._written_by, chunks)), chunks, state)
+            known = _PlannedUndo(self._journal.plan(map(self._written_by, chunks)), chunks, state)
             self._known[id(chunks)] = known
         return known.plan if self._journal.begin_plan(known.plan) else None
 
-    def protect(self, plan: UndoPlan, at: int, chunk: ReduceChunk) -> None:
+    def protect(self, plan: JournalPlan, at: int, chunk: ReduceChunk) -> None:
         """Copy all that the update of a chunk writes, which is part `at` of the plan, to the journal's shadow."""
         self._journal.protect_part(plan, at)
         self._storage.note_protected(chunk.first, chunk.end)

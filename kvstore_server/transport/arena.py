@@ -62,7 +62,7 @@ class SharedArena:
             self._map.madvise(mmap.MADV_REMOVE)
 
 
-def make_memory(nbytes: int) -> int:
+def make_shared_memory(nbytes: int) -> int:
     """Return a descriptor of anonymous memory with a sealed size. Raises OSError if the system has no memfd."""
     fd = os.memfd_create("kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -74,7 +74,7 @@ def make_memory(nbytes: int) -> int:
     return fd
 
 
-class Places:
+class ArenaPlaces:
     """An allocator of ranges in a memory. It returns the lowest free range, so that pages are reused."""
 
     def __init__(self, nbytes: int) -> None:
@@ -111,7 +111,7 @@ class Places:
         self._free.insert(at, (begin, end))
 
 
-def find_extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
+def find_arena_extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
     """Return the begin and end address of pieces that are contiguous in memory; otherwise the end is 0."""
     first = end = pieces[0].data_ptr()
     for piece in pieces:

@@ -41,12 +41,19 @@ from kvstore_server.budget import Budget
 from kvstore_server.errors import ProtocolError
 from kvstore_server.processes import Process, Processes
 from kvstore_server.protocol.frames import MAX_FRAME, MAX_FRAMES, MAX_PAYLOAD, SENT_ALONE, Frame
-from kvstore_server.transport.arena import PORTION, Bytes, Leases, Places, SharedArena, make_memory
+from kvstore_server.transport.arena import (
+    PORTION,
+    ArenaPlaces,
+    Bytes,
+    Leases,
+    SharedArena,
+    make_shared_memory,
+)
 from kvstore_server.transport.exports import (
     ARENA_SHIFT,
     FIRST_WEIGHTS,
-    StagingBuffer,
-    StagingBufferRequest,
+    ExportedStagingBuffer,
+    ExportedStagingRequest,
     WeightExports,
 )
 
@@ -97,7 +104,7 @@ class Channel:
         end.setblocking(False)
         # 1. The socket and the two directions.
         self._end = end
-        self._sends, self._places = sends, Places(sends.nbytes)
+        self._sends, self._places = sends, ArenaPlaces(sends.nbytes)
         self._reads = {reads.number: reads}
         self._make = make
         self.is_usable = True
@@ -115,9 +122,9 @@ class Channel:
         self._exports = exports
         self._weights: dict[int, SharedArena] = {}
         """Number → memory of weights that the worker knows; on the server, the worker's staging buffer."""
-        self.staging_buffer: StagingBuffer | None = None
+        self.staging_buffer: ExportedStagingBuffer | None = None
         """The worker's staging buffer, once the server has made the last one that was requested."""
-        self._asked_staging_buffers: deque[StagingBufferRequest] = deque()
+        self._asked_staging_buffers: deque[ExportedStagingRequest] = deque()
         """Requests that are not answered yet."""
         self._last_staging_buffer = FIRST_WEIGHTS
         """On the server, the number of the worker's last staging buffer."""
@@ -146,7 +153,7 @@ class Channel:
 
     def process(self) -> Process:
         """Return the process at the other end. Raises OSError if it is not visible."""
-        return Process(process_at(self._end))
+        return Process(process_at_channel_end(self._end))
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +213,7 @@ class Channel:
                 taken.append(begin)
                 table += nbytes, begin | self._sends.number << ARENA_SHIFT
                 if frame is None:
-                    _copy_pieces(pieces, self._sends.data[begin : begin + nbytes])
+                    _copy_into_channel(pieces, self._sends.data[begin : begin + nbytes])
                 else:
                     self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
         # 3. Send it, or give all ranges back. What is read in place is kept until the peer returns it.
@@ -330,7 +337,7 @@ class Channel:
             arena, is_told = self._made(wanted, _REPLIES, self._sends.number + 1)
             self._set_tight(arena is None)
             if arena is not None and is_told:
-                self._sends, self._places = arena, Places(arena.nbytes)
+                self._sends, self._places = arena, ArenaPlaces(arena.nbytes)
                 return True
         return False
 
@@ -343,11 +350,11 @@ class Channel:
         self.is_tight = is_tight
         self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else PORTION
 
-    def ask_for_staging_buffer(self, nbytes: int) -> StagingBufferRequest:
+    def ask_for_staging_buffer(self, nbytes: int) -> ExportedStagingRequest:
         """Request a staging buffer from the server. Any former one is lost."""
         if self.staging_buffer is not None:
             self.staging_buffer.is_lost, self.staging_buffer = True, None
-        asked = StagingBufferRequest()
+        asked = ExportedStagingRequest()
         self._asked_staging_buffers.append(asked)  # before it is sent, so that the answer finds it
         with suppress(OSError):  # `receive` reports it
             asked.is_sent = self._put(_STAGING_BUFFER, (), (), nbytes)
@@ -410,7 +417,7 @@ class Channel:
             if fds:
                 self._sends = SharedArena(fds.pop(), value)
                 self._sends.populate()  # in the worker, because the server has other clients
-                self._places = Places(self._sends.nbytes)
+                self._places = ArenaPlaces(self._sends.nbytes)
         elif kind == _REPLIES and self._make is None and fds:
             self._reads, self._borrowed_bytes = {value: SharedArena(fds.pop(), value)}, 0
         elif kind == _WEIGHTS and self._make is None and fds:
@@ -422,7 +429,9 @@ class Channel:
         elif kind == _STAGING_BUFFER and self._make is None and self._asked_staging_buffers:
             asked = self._asked_staging_buffers.popleft()
             if fds and not self._asked_staging_buffers:
-                self.staging_buffer = asked.staging_buffer = StagingBuffer(fds.pop(), value, self._read)
+                self.staging_buffer = asked.staging_buffer = ExportedStagingBuffer(
+                    fds.pop(), value, self._read
+                )
                 self.staging_buffer.arena.populate()
         else:
             raise ValueError(f"a datagram of kind {kind}")
@@ -483,7 +492,7 @@ class Channel:
             self._borrowed_bytes -= nbytes
 
 
-def _copy_pieces(pieces: Sequence[Tensor], target: Tensor) -> None:
+def _copy_into_channel(pieces: Sequence[Tensor], target: Tensor) -> None:
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) == 1:  # viewing each of many small pieces as bytes costs more than copying them
         torch.cat(list(pieces), out=target.view(dtypes.pop()))
@@ -491,7 +500,7 @@ def _copy_pieces(pieces: Sequence[Tensor], target: Tensor) -> None:
         torch.cat([piece.view(torch.uint8) for piece in pieces], out=target)
 
 
-def connect(run: int, token: int, own: bytes) -> Channel:
+def connect_channel(run: int, token: int, own: bytes) -> Channel:
     """Open a channel to the server of a run, if it is on this host. Blocks for a few seconds at most.
 
     Args:
@@ -501,9 +510,9 @@ def connect(run: int, token: int, own: bytes) -> Channel:
     Raises:
         OSError: There is no such server on this host, or it does not know the session.
     """
-    end = _make_socket()
+    end = _make_channel_socket()
     try:
-        _send_identity(end, run, _ATTACH, token, own)
+        _send_channel_identity(end, run, _ATTACH, token, own)
         answer, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
         try:
             if len(fds) != 2:
@@ -520,23 +529,23 @@ def connect(run: int, token: int, own: bytes) -> Channel:
         raise
 
 
-def watch(run: int, token: int, own: bytes) -> Process:
+def watch_over_channel(run: int, token: int, own: bytes) -> Process:
     """Let the server of a run watch this process, and return the server's process; otherwise like `connect`."""
-    with _make_socket() as end:
-        _send_identity(end, run, _WATCH, token, own)
+    with _make_channel_socket() as end:
+        _send_channel_identity(end, run, _WATCH, token, own)
         if not end.recv(_HEAD.size):
             raise ConnectionRefusedError("the server does not know this process")
-        return Process(process_at(end))
+        return Process(process_at_channel_end(end))
 
 
-def _send_identity(end: socket.socket, run: int, kind: int, token: int, own: bytes) -> None:
+def _send_channel_identity(end: socket.socket, run: int, kind: int, token: int, own: bytes) -> None:
     end.settimeout(_CONNECT_TIMEOUT)
-    end.connect(_socket_name(run))
-    process_at(end)
+    end.connect(_channel_socket_name(run))
+    process_at_channel_end(end)
     end.sendmsg([_HEAD.pack(kind, 0, 0, token), own])
 
 
-class Listener:
+class ChannelListener:
     """The server's side of all its channels. Never blocks.
 
     Args:
@@ -572,10 +581,10 @@ class Listener:
         self.processes = Processes()
         self._pending_peers: dict[int, socket.socket] = {}
         """Connections that have not been authenticated yet."""
-        self._end = _make_socket()
+        self._end = _make_channel_socket()
         try:
             self._end.setblocking(False)
-            self._end.bind(_socket_name(run))
+            self._end.bind(_channel_socket_name(run))
             self._end.listen(_PENDING_PEERS)
         except OSError:
             self._end.close()
@@ -630,7 +639,7 @@ class Listener:
         ended = self.processes.ended()
         for fd, key in list(self._peers.items()):
             # An ended process' socket may still be open in a child. Its last messages are received first.
-            if (key in ended and not _can_be_read(fd)) or not self._admits(*key):
+            if (key in ended and not _is_channel_readable(fd)) or not self._admits(*key):
                 self._drop(fd)
         for key in self.processes:
             if not self._admits(*key):
@@ -671,7 +680,7 @@ class Listener:
         with suppress(OSError):  # it may be gone
             end.setblocking(False)
             try:
-                process_at(end)
+                process_at_channel_end(end)
             except PermissionError:
                 end.close()
                 return
@@ -692,7 +701,7 @@ class Listener:
             peer = data[_HEAD.size :]
             if kind not in (_ATTACH, _WATCH) or not self._admits(peer, token):
                 raise ConnectionRefusedError("it does not belong to a session of this server")
-            self.processes.add((peer, token), process_at(end))
+            self.processes.add((peer, token), process_at_channel_end(end))
             if kind == _WATCH:
                 end.send(_HEAD.pack(_WATCH, 0, 0, 0))
                 self._ready.unregister(end)
@@ -738,7 +747,7 @@ class Listener:
         if not self._budget.claim_shared(nbytes):
             return None
         try:
-            fd = make_memory(nbytes)
+            fd = make_shared_memory(nbytes)
             try:
                 arena = SharedArena(os.dup(fd), number)
             except BaseException:
@@ -752,24 +761,24 @@ class Listener:
         return arena, fd
 
 
-def _make_socket() -> socket.socket:
+def _make_channel_socket() -> socket.socket:
     """Return a new socket. Raises OSError on systems other than Linux, which lack the calls used here."""
     if not (hasattr(os, "memfd_create") and hasattr(select, "epoll")):
         raise OSError(errno.ENOSYS, "this system has no anonymous shared memory (memfd)")
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _can_be_read(fd: int) -> bool:
+def _is_channel_readable(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
 
 
-def _socket_name(run: int) -> bytes:
+def _channel_socket_name(run: int) -> bytes:
     return b"\0kvstore-%016x" % run
 
 
-def process_at(end: socket.socket) -> int:
+def process_at_channel_end(end: socket.socket) -> int:
     """Return the pid of the process at the other end. Raises PermissionError if it belongs to another user."""
     pid, user, _ = _CREDENTIALS.unpack(
         end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from kvstore_server.transport.arena import Bytes, Leases, SharedArena, find_extent
+from kvstore_server.transport.arena import Bytes, Leases, SharedArena, find_arena_extent
 
 _log = logging.getLogger(__name__)
 ARENA_SHIFT = 40
@@ -85,7 +85,7 @@ class WeightExports:
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the location of pieces that are contiguous in exported memory; None if they are not."""
-        first, end = find_extent(pieces)
+        first, end = find_arena_extent(pieces)
         # A copy, because finalizers may remove entries meanwhile.
         for number, (address, nbytes) in self._memories.copy().items():
             if address <= first <= end <= address + nbytes:
@@ -102,7 +102,7 @@ class WeightExports:
             del self._memories[number]
 
 
-class StagingBuffer:
+class ExportedStagingBuffer:
     """A shared staging buffer: the worker writes, the server reads in place.
 
     Args:
@@ -125,16 +125,16 @@ class StagingBuffer:
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the location of pieces that are contiguous in this buffer; None if they are not."""
-        first, end = find_extent(pieces)
+        first, end = find_arena_extent(pieces)
         begin = first - self.arena.data.data_ptr()
         if not 0 <= begin <= begin + end - first <= self.arena.nbytes:
             return None
         return begin | self.arena.number << ARENA_SHIFT
 
 
-class StagingBufferRequest:
+class ExportedStagingRequest:
     def __init__(self) -> None:
-        self.staging_buffer: StagingBuffer | None = None
+        self.staging_buffer: ExportedStagingBuffer | None = None
         """Set once the server has made it; stays None if it has no memory, or another buffer was requested
         meanwhile.
         """

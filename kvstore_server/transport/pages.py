@@ -43,7 +43,7 @@ _WRITTEN = 2
 _AT_ONCE = 512
 
 
-def split_neighbours(pages: Any) -> list[Any]:
+def split_neighbouring_pages(pages: Any) -> list[Any]:
     return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
 
 
@@ -174,7 +174,7 @@ class WrittenPages:
             ))  # fmt: skip
             count = fcntl.ioctl(self._page_map, _SCAN, asked)
             parts = (self._found[:count, :2].astype(np.int64) - address) // PAGE
-            found.append(_all_of(parts[:, 0], parts[:, 1] - parts[:, 0]))
+            found.append(_all_pages_of(parts[:, 0], parts[:, 1] - parts[:, 0]))
             [at] = struct.unpack_from("Q", asked, 32)
         return found[0] if len(found) == 1 else np.concatenate(found)
 
@@ -182,6 +182,6 @@ class WrittenPages:
         fcntl.ioctl(self._guard, what, bytearray(struct.pack(form, *words)))
 
 
-def _all_of(firsts: Any, counts: Any) -> Any:
+def _all_pages_of(firsts: Any, counts: Any) -> Any:
     ends = np.cumsum(counts)
     return np.repeat(firsts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)

@@ -19,7 +19,7 @@ _GONE_AFTER = 30
 _PROBES = 4
 
 
-def prepare(socket: Any, address: str) -> None:
+def prepare_tcp_socket(socket: Any, address: str) -> None:
     """Configure a ZeroMQ socket for an address, with detection of dead hosts. Call it before `bind` or `connect`."""
     socket.setsockopt(zmq.IPV6, "[" in address)
     idle, between = _GONE_AFTER // 3, _GONE_AFTER * 2 // 3 // _PROBES
@@ -31,7 +31,7 @@ def prepare(socket: Any, address: str) -> None:
     socket.setsockopt(zmq.TCP_MAXRT, 1000 * _GONE_AFTER)
 
 
-def routing_id() -> bytes:
+def tcp_routing_id() -> bytes:
     """Return a random routing id. A process that knows it can take the socket's place, so only its server is told."""
     first = 1 + secrets.randbelow(255)  # generated ids of ZeroMQ begin with 0
     return bytes([first]) + secrets.token_bytes(SECRET_BYTES - 1)

@@ -33,7 +33,7 @@ from typing import Any
 import zmq
 
 from kvstore_server.check import is_loopback
-from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_open
+from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_descriptors_error
 from kvstore_server.engine.memory import keep_free_memory
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, describe
 from kvstore_server.processes import Process, ProcessState
@@ -41,15 +41,15 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
     MAX_PAYLOAD,
-    decode,
+    decode_frames,
     divided,
-    encode,
-    encode_parts,
+    encode_frames,
+    encode_frames_and_payloads,
 )
 from kvstore_server.protocol.messages import MAX_SOCKETS
-from kvstore_server.transport.channel import Channel, connect, watch
-from kvstore_server.transport.tcp import prepare, routing_id
-from kvtrainer.client.flow_control import Window
+from kvstore_server.transport.channel import Channel, connect_channel, watch_over_channel
+from kvstore_server.transport.tcp import prepare_tcp_socket, tcp_routing_id
+from kvtrainer.client.flow_control import FlowWindow
 from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Connection(Transport):
             _FILES + _FILES_PER_SERVER * len(addresses), f"a store over {len(addresses)} servers"
         )
         self._context = zmq.Context()
-        self._ids = [tuple([routing_id() for _ in range(MAX_SOCKETS)]) for _ in addresses]
+        self._ids = [tuple([tcp_routing_id() for _ in range(MAX_SOCKETS)]) for _ in addresses]
         """Routing ids by server: that of the socket for heartbeats, and those that sockets for requests have in turn. A
         new socket with the id of the one before could be taken for that one, which may still be about to connect."""
         self._num_sockets = [0] * len(addresses)
@@ -114,14 +114,14 @@ class Connection(Transport):
             self._context.destroy(linger=0)
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            raise too_many_open(f"no socket to a server can be made: {error}") from None
+            raise too_many_descriptors_error(f"no socket to a server can be made: {error}") from None
         # 2. Channels, and what waits to be sent.
         self._transport = transport
         self._channels: dict[int, Channel] = {}
         """Of the servers on this host."""
         self._queues: list[list[tuple[int, tuple[int, ...], m.Request]]] = [[] for _ in addresses]
         """By server, a heap of (-priority, number, request) that wait to be sent."""
-        self._windows = [Window() for _ in addresses]
+        self._windows = [FlowWindow() for _ in addresses]
         """By server, for requests over ZeroMQ."""
         self._num_sent = 0
         # 3. What `receive` polls.
@@ -150,7 +150,7 @@ class Connection(Transport):
         """Socket that tells when the connection to a restartable server is closed → its server."""
         self._num_monitors = 0
         self._water_mark = water_mark
-        self._heartbeats: _Heartbeats | None = None
+        self._heartbeats: _ConnectionHeartbeats | None = None
         self._is_closed = False
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
@@ -184,7 +184,7 @@ class Connection(Transport):
             if channel is None:
                 is_sent = self._send_far(server, request, -urgency)
             else:
-                frames, payloads = encode_parts(request)
+                frames, payloads = encode_frames_and_payloads(request)
                 try:
                     is_sent = channel.send(frames, payloads, zero_copy=True)
                 except OSError:  # what the server has said before it ended the channel has yet to be read
@@ -202,7 +202,7 @@ class Connection(Transport):
         window = self._windows[server]
         if window.must_hold(request.body, priority, time.monotonic()) and not self._is_closed:
             return False
-        frames = encode(request)
+        frames = encode_frames(request)
         is_copied, send = len(frames[-1]) < _COPIED, self._sockets[server].send
         try:
             for frame in frames[:-1]:
@@ -252,7 +252,7 @@ class Connection(Transport):
                     has_ended = True
                     continue
                 if ready in self._monitors:
-                    _read_all(ready)
+                    _drain_connection_socket(ready)
                     self.disconnected.add(self._monitors[ready])
                     has_ended = True
                     continue
@@ -301,7 +301,7 @@ class Connection(Transport):
         if frames is None:
             return None
         self._answered.add(server)
-        _, _, number, body = decode(frames)
+        _, _, number, body = decode_frames(frames)
         if not number:
             self._leaving.add(server)
         if not isinstance(ready, int):
@@ -373,7 +373,7 @@ class Connection(Transport):
             self._watch(server, run, session)
         if len(self._channels) < self.num_servers:
             keep_free_memory()
-        self._heartbeats = _Heartbeats(self._heartbeat_sockets, sessions, report)
+        self._heartbeats = _ConnectionHeartbeats(self._heartbeat_sockets, sessions, report)
 
     def _monitor(self, server: int, events: int) -> None:
         with suppress(
@@ -406,7 +406,7 @@ class Connection(Transport):
             del self._ends[fd]
         # 2. What is known of it; how its process ended may still be asked.
         self._queues[server].clear()
-        self._windows[server] = Window()
+        self._windows[server] = FlowWindow()
         self._windows[server].polls_only = self._polls_only
         for known in (self._answered, self._leaving, self.ended, self.disconnected):
             known.discard(server)
@@ -433,7 +433,7 @@ class Connection(Transport):
 
     def _share_memory(self, server: int, run: int, session: int) -> None:
         try:
-            channel = connect(run, session, self._own_id(server))
+            channel = connect_channel(run, session, self._own_id(server))
         except OSError as error:
             self._go_without_memory(server, error)
         else:
@@ -445,7 +445,11 @@ class Connection(Transport):
         """Detect the end of a server's process from now on, and let it detect ours, if both are on one host."""
         channel = self._channels.get(server)
         with suppress(OSError):
-            process = watch(run, session, self._own_id(server)) if channel is None else channel.process()
+            process = (
+                watch_over_channel(run, session, self._own_id(server))
+                if channel is None
+                else channel.process()
+            )
             self._processes[server] = process
             self._ends[process.fileno()] = server
             self._poller.register(process.fileno(), _IN)
@@ -515,18 +519,18 @@ class Connection(Transport):
             self._flush(server)
 
 
-def _read_all(socket: Any) -> None:
+def _drain_connection_socket(socket: Any) -> None:
     with suppress(zmq.Again):
         while True:
             socket.recv_multipart(_NOW)
 
 
 def _room_for(request: m.Request) -> int:
-    frames, payloads = encode_parts(request)
+    frames, payloads = encode_frames_and_payloads(request)
     return sum(map(len, frames)) + sum([payload.nbytes for payload in payloads or ()])
 
 
-class _Heartbeats:
+class _ConnectionHeartbeats:
     """The heartbeat thread. It closes the sockets, one per server."""
 
     def __init__(self, sockets: Sequence[Any], sessions: SessionIds, report: MakeReport) -> None:
@@ -567,7 +571,7 @@ class _Heartbeats:
                 socket.recv_multipart()
                 self.heard[server] = time.monotonic()
             with suppress(zmq.Again):  # the server is unreachable: do not let heartbeats pile up
-                socket.send_multipart(encode(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
+                socket.send_multipart(encode_frames(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
 
 
 def _connect_dealer(
@@ -589,6 +593,6 @@ def _connect_dealer(
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, max_retry_ms)
-    prepare(socket, address)
+    prepare_tcp_socket(socket, address)
     socket.connect(address)
     return socket

@@ -3,9 +3,10 @@
 `Contribution` is the one container of a round's input, from the Trainer or a store's verbs down to the messages.
 `encode_slices` turns row-sparse and compressed slices into bytes; all others are sent as they are.
 
-`ServerLayout` is computed once for calls of the same tables, for each server: it numbers the slices there by position,
-holds templates of the messages (pushes and commits), and says where small slices are gathered in one buffer. Everything
-about a round that depends on the tables alone belongs there, so that a round of thousands of tables costs little.
+`ContributionLayout` is computed once for calls of the same tables, for each server: it numbers the slices there by
+position, holds templates of the messages (pushes and commits), and says where small slices are gathered in one buffer.
+Everything about a round that depends on the tables alone belongs there, so that a round of thousands of tables costs
+little.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from kvstore_server.engine.rounds import Ints
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
-from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, num_slices, pack_rows, same_bits
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, num_slices_of_rows, pack_rows, same_bits
 from kvstore_server.shard.norms import Guard
-from kvtrainer.client.shared_weights import IN_PLACE, WeightSink
 from kvtrainer.client.tables import RemoteTable, Tables
+from kvtrainer.client.weight_sinks import IN_PLACE, WeightSink
 from kvtrainer.types import Arenas
 
 Source = Callable[[int, int], Tensor]
@@ -178,7 +179,7 @@ def encode_slices(contribution: Contribution, valid: Collection[int]) -> dict[in
     return encoded
 
 
-class _Where(NamedTuple):
+class _ContributionPlace(NamedTuple):
     """A large slice, by position; or the range of the gather buffer that holds neighbouring small ones."""
 
     slice: int
@@ -186,7 +187,7 @@ class _Where(NamedTuple):
     end: int = -1
 
 
-class ServerLayout:
+class ContributionLayout:
     """Slices of some tables on one server, by position, and where they lie in memory here.
 
     Large slices are sent from and written to where they are; small ones are gathered in one buffer. `first` is the
@@ -247,7 +248,7 @@ class ServerLayout:
         self.commits[:, 0], self.commits[:, 2] = numbers[here], self.num_resident
         self.commits[:, 5] = m.WANTS_WEIGHTS * (self.num_resident > 0)
         # 5. What rounds leave for the next one.
-        self.spare: GatheredSlices | None = None
+        self.spare: GatheredContribution | None = None
         """The buffer of a round that is over."""
         self.mapped: Ints | None = None
         """The slices that are mapped, if these are all that can be; None if some may be missing."""
@@ -260,13 +261,13 @@ class ServerLayout:
     def _key_ends(self) -> list[int]:
         """By slice, the end of its key's exclusive slices; for shared slices, the next index."""
         where = [(of, slice_.segments[0].key) for of, slice_ in zip(self.table, self.slices, strict=True)]
-        return _ends_of_runs(where)
+        return _ends_of_contribution_runs(where)
 
     @cached_property
     def _run_ends(self) -> list[int]:
         groups = [table.plan.row_groups for table in self.tables]
         keys = [(of, slice_.segments[0].key) for of, slice_ in zip(self.table, self.slices, strict=True)]
-        return _ends_of_runs([(of, groups[of].get(key, (key,))[0]) for of, key in keys])
+        return _ends_of_contribution_runs([(of, groups[of].get(key, (key,))[0]) for of, key in keys])
 
     @cached_property
     def _place(self) -> dict[tuple[int, int], int]:
@@ -299,25 +300,25 @@ class ServerLayout:
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:
         """Return the end of the slice range that a reply with rows covers: the whole key if it has no rows."""
-        return min(at + num_slices(raw), self._run_ends[at]) if len(raw) else self._key_ends[at]
+        return min(at + num_slices_of_rows(raw), self._run_ends[at]) if len(raw) else self._key_ends[at]
 
-    def runs_of(self, given: Sequence[int]) -> list[_Where]:
-        runs: list[_Where] = []
+    def runs_of(self, given: Sequence[int]) -> list[_ContributionPlace]:
+        runs: list[_ContributionPlace] = []
         for at in given:
             begin, end, before = self.begin[at], self.begin[at] + self.nbytes[at], runs[-1:]
             if begin < 0:
-                runs.append(_Where(at))
+                runs.append(_ContributionPlace(at))
             elif before and before[0].end == begin:
                 runs[-1] = before[0]._replace(end=end)
             else:
-                runs.append(_Where(-1, begin, end))
+                runs.append(_ContributionPlace(-1, begin, end))
         return runs
 
 
-class GatheredSlices:
+class GatheredContribution:
     """The gather buffer of a layout, with a view of each small slice."""
 
-    def __init__(self, layout: ServerLayout) -> None:
+    def __init__(self, layout: ContributionLayout) -> None:
         self.raw = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
         self.views = [
             self.raw[begin : begin + nbytes].view(torch_dtype(slice_.dtype))[: slice_.used]
@@ -327,7 +328,7 @@ class GatheredSlices:
         ]
 
 
-def _ends_of_runs(where: Sequence[object]) -> list[int]:
+def _ends_of_contribution_runs(where: Sequence[object]) -> list[int]:
     """For each item, return the end of the run of equal neighbours that it is in."""
     sizes = [len(list(own)) for _, own in itertools.groupby(where)]
     return np.repeat(np.cumsum(sizes), sizes).tolist()

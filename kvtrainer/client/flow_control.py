@@ -5,7 +5,7 @@ How it works:
 - **Parts.** A server sums, updates and answers the first part of a slice while later ones are still on the wire. The
   less data is in flight to a server, the smaller its parts: at the start and end of a transfer one direction of the
   link is idle for about the time of one part. If tables follow each other, the next one fills that time.
-- **Windows.** A `Window` per server holds parts back until earlier ones are answered with new weights, and they are
+- **Windows.** A `FlowWindow` per server holds parts back until earlier ones are answered with new weights, and they are
   answered when all workers have sent them. So no worker gets far ahead of the others, no link carries what no server
   can use yet, and an urgent slice finds no long queue in the network.
 - **Stalls.** A round may not be answered part by part: a worker is late, or has not declared its intent. If no answer
@@ -53,7 +53,7 @@ _MAX_SKIPPED = 64
 """Rounds. A `Backoff` skips no more of them in a row."""
 
 
-def part_bytes(bytes_in_flight: int) -> int:
+def part_bytes_in_flight(bytes_in_flight: int) -> int:
     """Return the length of parts in bytes, given how much is in flight to their server in all."""
     pages = -(-bytes_in_flight // (_PARTS * _PAGE_BYTES))
     return min(max(pages * _PAGE_BYTES, _MIN_PART_BYTES), MAX_PART_BYTES)
@@ -68,7 +68,7 @@ def cut(
         bytes_in_flight: What all open rounds send to the server.
         itemsize_of: Slot → bytes of one element of its slice as it is sent; None if it cannot be cut.
     """
-    most = part_bytes(bytes_in_flight)
+    most = part_bytes_in_flight(bytes_in_flight)
     for one in divided(body):
         slot, _, _, nbytes = one.pushes[0].tolist()
         itemsize = itemsize_of(slot) if len(one.pushes) == 1 and nbytes > most else None
@@ -116,7 +116,7 @@ class SliceProgress:
         self.sent = self.answered = 0
 
 
-class Window:
+class FlowWindow:
     """The parts that are in flight to one server, and whether the next one has to wait."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Window:
         A first message that waits starts the time after which the round counts as stalled (`release_at`). Messages
         other than parts never wait.
         """
-        part = _part(body) if self._is_windowed else None
+        part = _partial_push(body) if self._is_windowed else None
         numel = 0 if part is None else part.end - self._sent_of(part)
         self._longest = max(self._longest, numel)
         ahead = (
@@ -176,7 +176,7 @@ class Window:
             self.release_at = None
             self._most = _MAX_WITH_OTHERS if self._in_flight else _MAX_IN_FLIGHT
             self._longest = self._longest if self._in_flight else 0
-        elif self._is_windowed and (part := _part(body)) is not None:
+        elif self._is_windowed and (part := _partial_push(body)) is not None:
             progress = self._slices.get(part.slot)
             if progress is None or progress.round != part.round:
                 if progress is not None:
@@ -223,7 +223,7 @@ class PartialPush(NamedTuple):
     round: int
 
 
-def _part(body: m.RequestBody) -> PartialPush | None:
+def _partial_push(body: m.RequestBody) -> PartialPush | None:
     if not isinstance(body, m.Contribute) or len(body.pushes) != 1:
         return None
     slot, end = m.unpack_slot(int(body.pushes[0, 0]))

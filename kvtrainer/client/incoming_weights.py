@@ -24,11 +24,11 @@ from kvstore_server.optimizer.rows import scatter_rows
 from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
-from kvstore_server.shard.deltas import add_changes
+from kvstore_server.shard.deltas import add_delta_changes
 from kvstore_server.transport.arena import SharedArena
-from kvtrainer.client.contribution import Contribution, GatheredSlices, ServerLayout
-from kvtrainer.client.shared_weights import WeightSink
+from kvtrainer.client.contribution import Contribution, ContributionLayout, GatheredContribution
 from kvtrainer.client.tables import RemoteTable
+from kvtrainer.client.weight_sinks import WeightSink
 from kvtrainer.types import Arenas
 
 MemoryAt = Callable[[int, int], tuple[SharedArena, int] | None]
@@ -47,8 +47,8 @@ class IncomingWeights:
 
     def __init__(
         self,
-        layout: ServerLayout,
-        memory: GatheredSlices,
+        layout: ContributionLayout,
+        memory: GatheredContribution,
         open_tables: Collection[int],
         are_wanted: bool,
         memory_at: MemoryAt,
@@ -87,7 +87,7 @@ class IncomingWeights:
         # 2. Slices that come as bytes.
         runs: list[tuple[Tensor, int, int, int]] = []
         """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
-        for slot, version, kind, source, start, nbytes in parts_of(weights):
+        for slot, version, kind, source, start, nbytes in parts_of_incoming_weights(weights):
             at = layout.slots.get(slot)
             if at is None:
                 finished += self._receive_part(slot, version, kind, source[start : start + nbytes])
@@ -247,7 +247,7 @@ class IncomingWeights:
             if kept is None or kept[at]:
                 of, slice_ = layout.table[at], layout.slices[at]
                 version = self.came[of] if follows else -1
-                written = _write_staged(
+                written = _write_incoming_slice(
                     layout.tables[of], outs[layout.at[of]], slice_, kind, raw, begin, version
                 )
                 for key, ids in written.items() if contribution.is_incremental else ():
@@ -282,7 +282,7 @@ class IncomingWeights:
             layout.mapped = np.array([at for at, *_ in self._locations])
 
 
-def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
+def parts_of_incoming_weights(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
     """Yield (slot, version, kind, byte buffer, offset in it, size) of each part.
 
     Raises ProtocolError if the parts are not all of the buffers.
@@ -305,7 +305,7 @@ def part_of(arenas: Arenas, slice_: Slice) -> Tensor:
     return flat if slice_.used == flat.numel() else flat[slice_.offset : slice_.offset + slice_.used]
 
 
-def _write_staged(
+def _write_incoming_slice(
     table: RemoteTable, arenas: Arenas, slice_: Slice, kind: int, raw: Tensor, begin: int, version: int
 ) -> Mapping[int, Tensor | None]:
     """Write one slice's new weights, or rows of it and of the slices behind it. Raises as `IncomingWeights.write`.
@@ -316,14 +316,16 @@ def _write_staged(
     # 1. Changes of the weights before, or weights that later changes are added to.
     plan, out, key = table.plan, part_of(arenas, slice_), slice_.segments[0].key
     if table.delta_codec is not None and version >= 0 and kind in (m.WHOLE, m.DELTA):
-        out.copy_(_apply_changes(table, table.delta_codec, slice_, kind, raw, version)[: slice_.used])
+        out.copy_(
+            _apply_incoming_changes(table, table.delta_codec, slice_, kind, raw, version)[: slice_.used]
+        )
         return {key: None}
     # 2. A slice, or a part of it.
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
         target = out[begin:][: len(given)]
         given = given[: len(target)]
-        target.copy_(_round_to_bfloat16(given) if table.takes_half else given)
+        target.copy_(_round_incoming_to_bfloat16(given) if table.takes_half else given)
         return {key: None}
     if kind != m.ROWS:
         raise ProtocolError(f"slice {slice_.index} of {table.name!r} came back as kind {kind}")
@@ -333,7 +335,7 @@ def _write_staged(
     for position, values in parts.items():
         segment = slice_.segments[position]
         if isinstance(values, Tensor):
-            values = _round_to_bfloat16(values) if table.takes_half else values
+            values = _round_incoming_to_bfloat16(values) if table.takes_half else values
             out[segment.start : segment.start + segment.numel].copy_(values)
             continue
         places, start = plan.joined_rows(segment.key), plan.key_offsets[segment.key]
@@ -342,7 +344,7 @@ def _write_staged(
         for one in block.slices[first : first + slices]:
             table.followed.pop(one.index, None)  # its rows come from now on
         ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
-        rows = _round_to_bfloat16(values.values) if table.takes_half else values.values
+        rows = _round_incoming_to_bfloat16(values.values) if table.takes_half else values.values
         whole = arenas[slice_.dtype][start : start + int(places.starts[-1]) * places.width]
         scatter_rows(whole.view(-1, places.width), ids, rows)
         if len(slice_.segments) == 1:
@@ -351,7 +353,7 @@ def _write_staged(
     return written
 
 
-def _apply_changes(
+def _apply_incoming_changes(
     table: RemoteTable, codec: Codec, slice_: Slice, kind: int, raw: Tensor, version: int
 ) -> Tensor:
     """Return the weights of a slice that all workers have, with changes added or replaced by whole ones.
@@ -366,12 +368,12 @@ def _apply_changes(
         known, weights = table.followed[slice_.index]
         if known != version:
             weights = weights.clone()
-            add_changes(codec, raw, weights)
+            add_delta_changes(codec, raw, weights)
     table.followed[slice_.index] = version, weights
     return weights
 
 
-def _round_to_bfloat16(weights: Tensor) -> Tensor:
+def _round_incoming_to_bfloat16(weights: Tensor) -> Tensor:
     """Round weights to bfloat16, in their own dtype, as `Storage.half` does."""
     is_wider = weights.dtype.itemsize > torch.bfloat16.itemsize
     return weights.to(torch.bfloat16).to(weights.dtype) if is_wider else weights

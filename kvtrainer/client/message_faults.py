@@ -20,7 +20,7 @@ from typing import TypeVar
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_PAYLOAD, decode, divided, encode
+from kvstore_server.protocol.frames import MAX_PAYLOAD, decode_frames, divided, encode_frames
 from kvstore_server.transport.channel import Channel
 from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
@@ -30,7 +30,7 @@ MessageT = TypeVar("MessageT")
 
 
 @dataclass(frozen=True)
-class Faults:
+class MessageFaults:
     """Shares of messages, 0 to 1, the longest delay in seconds, and the seed of the draws."""
 
     drop: float = 0.0
@@ -40,7 +40,7 @@ class Faults:
     seed: int = 0
 
 
-def parse_faults(text: str) -> Faults | None:
+def parse_message_faults(text: str) -> MessageFaults | None:
     """Return what KVSTORE_FAULTS says; None if it is empty. Raises ConfigurationError."""
     given: dict[str, float] = {}
     for one in filter(None, map(str.strip, text.split(","))):
@@ -57,17 +57,17 @@ def parse_faults(text: str) -> Faults | None:
             )
         given[name] = number
     seed = int(given.pop("seed", 0))
-    return Faults(**given, seed=seed) if text.strip(" ,") else None
+    return MessageFaults(**given, seed=seed) if text.strip(" ,") else None
 
 
-class Draws:
+class FaultDraws:
     """Draws what happens to one message after the other.
 
     Args:
         stream: Names whose messages these are; each stream has draws of its own.
     """
 
-    def __init__(self, faults: Faults, stream: str) -> None:
+    def __init__(self, faults: MessageFaults, stream: str) -> None:
         self._faults = faults
         self._random = random.Random(f"{faults.seed} {stream}")
 
@@ -91,12 +91,14 @@ class FaultyTransport(Transport):
         rank: Of the worker; chooses the draws.
     """
 
-    def __init__(self, inner: Transport, faults: Faults, clock: Callable[[], float], rank: int) -> None:
+    def __init__(
+        self, inner: Transport, faults: MessageFaults, clock: Callable[[], float], rank: int
+    ) -> None:
         self._inner = inner
         self._clock = clock
         self.num_servers = inner.num_servers
-        self._sent = Draws(faults, f"sent by {rank}")
-        self._received = Draws(faults, f"received by {rank}")
+        self._sent = FaultDraws(faults, f"sent by {rank}")
+        self._received = FaultDraws(faults, f"received by {rank}")
         self._outgoing: list[tuple[float, int, tuple[int, m.Request, int]]] = []
         self._incoming: list[tuple[float, int, tuple[int, m.Reply]]] = []
         """Heaps of what is under way, by the time at which it arrives."""
@@ -109,7 +111,7 @@ class FaultyTransport(Transport):
                 self._inner.send(server, request, priority)
                 continue
             for body in divided(request.body, MAX_PAYLOAD):
-                copy = m.Request(*decode(_frames_of(request._replace(body=body))))
+                copy = m.Request(*decode_frames(_frames_of_faulty_message(request._replace(body=body))))
                 self._hold(self._outgoing, delay, (server, copy, priority))
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
@@ -133,7 +135,7 @@ class FaultyTransport(Transport):
             is_here = False
             for delay in self._received.delays():
                 if delay:
-                    _, _, number, body = decode(_frames_of(reply))
+                    _, _, number, body = decode_frames(_frames_of_faulty_message(reply))
                     self._hold(self._incoming, delay, (server, m.Reply(number, body)))
                 else:
                     is_here = True
@@ -198,5 +200,5 @@ class FaultyTransport(Transport):
         self._inner.close()
 
 
-def _frames_of(message: m.Request | m.Reply) -> list[bytearray]:
-    return [bytearray(frame) for frame in encode(message)]
+def _frames_of_faulty_message(message: m.Request | m.Reply) -> list[bytearray]:
+    return [bytearray(frame) for frame in encode_frames(message)]

@@ -89,7 +89,7 @@ class Profiler:
         Raises:
             ConfigurationError: a key is unknown or a value wrong; nothing has changed.
         """
-        self._configs[_check_process(profile_process)] = read_profile_config(options)
+        self._configs[_check_profiled_process(profile_process)] = read_profile_config(options)
 
     def set_state(self, state: str = "stop", profile_process: str = WORKER) -> None:
         """Start recording ("run"), or stop it and write the file ("stop"). Waits for this worker's own pushes.
@@ -101,7 +101,7 @@ class Profiler:
             TraceFileError: a file cannot be written.
             KVStoreError: an open push failed, or a server did not answer; a stop is done anyway.
         """
-        process = _check_process(profile_process)
+        process = _check_profiled_process(profile_process)
         check.one_of("the state of a profiler", state, ("run", "stop"))
         try:
             self._client.wait_pending()
@@ -113,10 +113,10 @@ class Profiler:
             self._switch(process, "run")
 
     def pause(self, profile_process: str = WORKER) -> None:
-        self._switch(_check_process(profile_process), "pause")
+        self._switch(_check_profiled_process(profile_process), "pause")
 
     def resume(self, profile_process: str = WORKER) -> None:
-        self._switch(_check_process(profile_process), "resume")
+        self._switch(_check_profiled_process(profile_process), "resume")
 
     def dump(self, finished: bool = True, profile_process: str = WORKER) -> None:
         """Write what was recorded so far, except for requests under way.
@@ -126,7 +126,7 @@ class Profiler:
         Raises:
             TraceFileError: a file cannot be written.
         """
-        process = _check_process(profile_process)
+        process = _check_profiled_process(profile_process)
         self._write(process)
         if finished:
             self._switch(process, "finish")
@@ -145,21 +145,21 @@ class Profiler:
         if process == WORKER:
             trace = self._recording.trace or Trace(self._clock)
             content = chrome_trace(trace.events, rank, f"worker {rank}", lane_name, trace.dropped)
-            _write_file(path, rank, content)
+            _write_profile(path, rank, content)
         elif rank == 0:
             for server in range(self._client.num_servers):
                 events, dropped = self._client.recorded(server)
                 # Beyond every rank, so that files of workers and servers can be put together.
                 pid = MAX_WORKERS + server
-                content = chrome_trace(events, pid, f"server {server}", _server_lane, dropped)
-                _write_file(path, server, content)
+                content = chrome_trace(events, pid, f"server {server}", _profiled_server_lane, dropped)
+                _write_profile(path, server, content)
 
 
-def _server_lane(lane: int) -> str:
+def _profiled_server_lane(lane: int) -> str:
     return "rounds" if lane == ROUND_LANE else f"messages of rank {lane - 1}"
 
 
-def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
+def _write_profile(path: Path, index: int, content: Mapping[str, Any]) -> None:
     # MXNet's scripts put that before a worker's file themselves, so it is not put there twice.
     prefix = f"rank{index}_"
     path = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")
@@ -171,5 +171,5 @@ def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
         raise file_error(TraceFileError, text, error, path) from error
 
 
-def _check_process(process: object) -> str:
+def _check_profiled_process(process: object) -> str:
     return check.one_of("profile_process", process, (WORKER, SERVER))

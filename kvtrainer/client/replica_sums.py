@@ -12,8 +12,8 @@ from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.protocol.rows import RowSet
 from kvtrainer.client.tables import Residuals
-from kvtrainer.common.tensors import dtype_name, is_sparse
-from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_reducer
+from kvtrainer.common.tensors import is_sparse_tensor, tensor_dtype_name
+from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_replica_reducer
 
 
 def merge_replicas(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
@@ -26,22 +26,22 @@ def merge_replicas(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
         return first.to("cpu").contiguous().view(-1)
     if not is_left_fold(reducer):
         parts = [one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in replicas]
-        make_reducer(reducer, [part.device for part in parts]).sum(parts)
+        make_replica_reducer(reducer, [part.device for part in parts]).sum(parts)
         return parts[0].to("cpu")
-    compute = compute_dtype(dtype_name(first.dtype))
+    compute = compute_dtype(tensor_dtype_name(first.dtype))
     total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
     for other in replicas[1:]:
         total += other.detach().to("cpu", compute)
     return total.to(first.dtype).view(-1)
 
 
-def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
+def merge_replica_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
     """Sum sparse replicas from left to right on the CPU; half precision accumulates in float32.
 
     Raises:
         ShapeMismatchError: a replica has a row that the key does not have.
     """
-    parts = [_coalesce_sparse(spec, one) for one in replicas]
+    parts = [_coalesce_replica(spec, one) for one in replicas]
     if len(parts) == 1:
         return RowSet(parts[0].ids, parts[0].values.to(torch_dtype(spec.dtype)))
     ids, values = torch.cat([part.ids for part in parts]), torch.cat([part.values for part in parts])
@@ -49,19 +49,19 @@ def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
     return RowSet(ids, values.to(torch_dtype(spec.dtype)))
 
 
-def densify(spec: TensorSpec, value: Tensor) -> Tensor:
-    return dense_sum(spec, [value]) if is_sparse(value) else value
+def densify_replica(spec: TensorSpec, value: Tensor) -> Tensor:
+    return sum_dense_replicas(spec, [value]) if is_sparse_tensor(value) else value
 
 
-def dense_sum(spec: TensorSpec, replicas: Sequence[Tensor]) -> Tensor:
-    ids, values = merge_rows(spec, replicas)
+def sum_dense_replicas(spec: TensorSpec, replicas: Sequence[Tensor]) -> Tensor:
+    ids, values = merge_replica_rows(spec, replicas)
     dense = values.new_zeros(spec.shape[0], row_numel(spec))
     dense[ids] = values
     return dense.view(spec.shape)
 
 
 @torch.no_grad()
-def sum_rows(parts: Sequence[RowSet], dtype: str) -> RowSet:
+def sum_replica_rows(parts: Sequence[RowSet], dtype: str) -> RowSet:
     """Sum the rows that several gave of one key: a left fold in their order, in the dtype that `dtype` is summed in.
 
     The bits are the same on every device, because the ids of one part are distinct.
@@ -95,7 +95,7 @@ class ReplicaCompressor:
         """
         there = [((key, at), replica) for at, replica in enumerate(replicas) if replica is not None]
         first, following = there[0][1], dict[tuple[str, int], Tensor]()
-        numel, dtype = first.numel(), dtype_name(first.dtype)
+        numel, dtype = first.numel(), tensor_dtype_name(first.dtype)
         total = torch.empty(numel, dtype=compute_dtype(dtype), device="cpu")
         said = torch.empty(self._codec.encoded_nbytes(numel, dtype), dtype=torch.uint8, device="cpu")
         for number, (place, replica) in enumerate(there):
@@ -135,7 +135,7 @@ class ReplicaCompressor:
         }
 
 
-def _coalesce_sparse(spec: TensorSpec, value: Tensor) -> RowSet:
+def _coalesce_replica(spec: TensorSpec, value: Tensor) -> RowSet:
     value = value.detach()
     ids = value._indices()[0].to("cpu")
     values = value._values().to("cpu", compute_dtype(spec.dtype)).reshape(len(ids), row_numel(spec))

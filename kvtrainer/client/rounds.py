@@ -40,7 +40,7 @@ from kvstore_server.failpoints import failpoint
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
-from kvtrainer.client.contribution import Contribution, ServerLayout, encode_slices, valid_pushes
+from kvtrainer.client.contribution import Contribution, ContributionLayout, encode_slices, valid_pushes
 from kvtrainer.client.flow_control import Backoff, cut
 from kvtrainer.client.prefetch import Prefetch
 from kvtrainer.client.round import Round
@@ -77,7 +77,7 @@ class Rounds:
         self._prefetch = Prefetch()
         self.snapshots: SnapshotSchedule | None = None
         """When servers are asked for snapshots; None: another worker asks for them, or there are none."""
-        self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
+        self._layouts: dict[tuple[int, ...], list[ContributionLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
         session.on_reconnect.append(self._resend_after_restart)
 
@@ -436,12 +436,12 @@ class Rounds:
 
     # ---------------------------------------------------------------- sending
 
-    def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[ServerLayout]:
+    def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[ContributionLayout]:
         several = [known for known in self._layouts if len(known) > 1] if len(key) > 1 else []
         if len(several) == _LAYOUTS_KEPT:
             del self._layouts[several[0]]
         every = [
-            ServerLayout(server, tables[first : first + _TABLES_PER_LAYOUT], first, self.tables)
+            ContributionLayout(server, tables[first : first + _TABLES_PER_LAYOUT], first, self.tables)
             for first in range(0, len(tables), _TABLES_PER_LAYOUT)
             for server in range(self._session.num_servers)
         ]

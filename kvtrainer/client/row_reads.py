@@ -3,9 +3,9 @@
 `RowPulls` asks servers for rows of any keys. Neighbouring requests of one row group go in one message, and rows that
 do not fit into a message in several.
 
-`TableRows` serves the rows of one table to the parameters. It can ask for rows between two rounds that the next
+`TableRowReads` serves the rows of one table to the parameters. It can ask for rows between two rounds that the next
 forward pass will read (`prefetch`); a pull then finds them, exactly as it would have fetched them itself. In
-synchronous rounds, rows of servers on this host are read in their memory (`MappedRows`), with no message at all:
+synchronous rounds, rows of servers on this host are read in their memory (`MappedRowReads`), with no message at all:
 write counters beside the memory tell whether a server was writing meanwhile.
 
 Versions of weights are recorded only for rows that this worker computes with, and only for servers that have nothing
@@ -33,7 +33,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import put_pages
-from kvtrainer.client.incoming_weights import parts_of
+from kvtrainer.client.incoming_weights import parts_of_incoming_weights
 from kvtrainer.client.rounds import Rounds
 from kvtrainer.client.session import Calls, Session
 from kvtrainer.client.tables import RemoteTable
@@ -91,7 +91,7 @@ class RowPulls:
         outs: list[Tensor] = []
         requests: list[tuple[int, m.PullRows]] = []
         places: list[tuple[RemoteTable, Tensor, Ints]] = []
-        for table, keys, ids in _side_by_side(wanted):
+        for table, keys, ids in _group_row_reads(wanted):
             # 1. The requests of one row group count as rows of one key.
             self.rounds.wait_pending(table)
             spec, lengths = table.plan.specs[keys[0]], list(map(len, ids))
@@ -124,14 +124,14 @@ class RowPulls:
         rows = zip(asked.calls.requests, asked.places, answers, strict=True)
         for (server, _), (table, out, where), answer in rows:
             assert isinstance(answer, m.Weights)
-            [(_, version, _, source, start, nbytes)] = parts_of(answer)
+            [(_, version, _, source, start, nbytes)] = parts_of_incoming_weights(answer)
             values = source[start : start + nbytes].view(out.dtype)
             scatter_rows(out, torch.from_numpy(where), values.view(-1, out.shape[1]))
             read[server, table.index] = min(version, read.get((server, table.index), version))
         return RowsTaken(asked.outs, read)
 
 
-def _side_by_side(
+def _group_row_reads(
     wanted: Sequence[RowsWanted],
 ) -> Iterator[tuple[RemoteTable, list[int], list[Tensor]]]:
     """Yield neighbours in `wanted` that belong to one row group together, in order."""
@@ -147,7 +147,7 @@ def _side_by_side(
         at = end
 
 
-class TableRows:
+class TableRowReads:
     """Rows of one table's keys (by index) on the CPU, after this worker's rounds.
 
     Rows are prefetched between two rounds, not with a commit: a server that has the commit of one rank still waits
@@ -168,7 +168,7 @@ class TableRows:
         plan = table.plan
         self._alone = frozenset([server for server in plan.servers if not plan.resident_slices_of(server)])
         """Servers that hold nothing but rows of the table."""
-        self._mapped: dict[int, MappedRows | None] = {}
+        self._mapped: dict[int, MappedRowReads | None] = {}
         """Key → its rows in its servers' memory; None if they have to be requested."""
         self._num_reconnects = 0
         """How often a server had come back after it was gone, when these were mapped."""
@@ -197,7 +197,7 @@ class TableRows:
             self._record_versions({(server, table.index): version for server, version in known}, are_given)
         return rows
 
-    def _map(self, key: int) -> MappedRows | None:
+    def _map(self, key: int) -> MappedRowReads | None:
         session, table, shown = self._pulls.session, self._table, dict[int, tuple[SharedArena, int]]()
         servers = list(table.plan.rows(key).blocks)
         if not all(map(session.transport.channel, servers)):
@@ -219,7 +219,7 @@ class TableRows:
                 if memory is not None:
                     shown[pieces[slot].index] = memory
         try:
-            return MappedRows(table.plan, key, shown)
+            return MappedRowReads(table.plan, key, shown)
         except OSError as error:
             _log.debug("rows of %s are asked for: %s", table.plan.specs[key].key, error)
             return None
@@ -284,7 +284,7 @@ class TableRows:
             )
 
 
-class MappedRows:
+class MappedRowReads:
     """All rows of a key, read in the memory of servers on this host. Not for forked processes.
 
     The slices are mapped one behind the other, whichever servers hold them, so rows are picked by one call.

@@ -140,7 +140,8 @@ def save(session: Session, tag: str, round_: int, sleep: Callable[[float], objec
     """
     # 1. A save that sorts behind all earlier ones of the tag.
     serial = 1 + max(
-        [int(part.save[:8], 16) for offer in _find(session, tag) for part in offer.parts], default=0
+        [int(part.save[:8], 16) for offer in _find_save_offers(session, tag) for part in offer.parts],
+        default=0,
     )
     name = f"{serial:08x}{secrets.token_hex(8)}"
     body = m.Snapshot("save", round_, tag=tag, save=name)
@@ -155,7 +156,11 @@ def save(session: Session, tag: str, round_: int, sleep: Callable[[float], objec
         while open_:
             answers = session.call_all([(server, body) for server in open_])
             failpoint("worker.save.asked")
-            open_ = [at for at, one in zip(open_, answers, strict=True) if not _values(one).get("is_saved")]
+            open_ = [
+                at
+                for at, one in zip(open_, answers, strict=True)
+                if not _save_answer_values(one).get("is_saved")
+            ]
             if open_ and session.clock() >= deadline:
                 raise DeadlineError(
                     f"servers {open_} have not written {tag!r} within {session.options.timeout:g} s; are their disks "
@@ -182,7 +187,7 @@ def load(session: Session, tag: str) -> None:
         UnknownNameError, ConfigurationError: As `choose_save`.
         RecoveryError: What was saved is damaged; nothing has changed then.
     """
-    offers = _find(session, tag)
+    offers = _find_save_offers(session, tag)
     if any(offer.is_loaded for offer in offers):
         _log.info("this job has loaded %r before, and goes on from where it is", tag)
         return
@@ -190,22 +195,22 @@ def load(session: Session, tag: str) -> None:
     # All of it is read before anything is given up.
     timeout = session.options.connect_timeout + session.options.timeout
     body = m.Snapshot("check", chosen.round, 0, False, tag, chosen.save)
-    checks = [(at, _of_holder(body, at in chosen.holders)) for at in range(session.num_servers)]
+    checks = [(at, _request_of_saved_part(body, at in chosen.holders)) for at in range(session.num_servers)]
     session.call_all(checks, timeout)
     generation = 1 + max(offer.generation for offer in offers)
     session.go_back(chosen.round, generation, chosen.holders, tag, chosen.save)
 
 
-def _of_holder(body: m.Snapshot, has_tables: bool) -> m.Snapshot:
+def _request_of_saved_part(body: m.Snapshot, has_tables: bool) -> m.Snapshot:
     return m.Snapshot(body.action, body.round, body.generation, has_tables, body.tag, body.save)
 
 
-def _find(session: Session, tag: str) -> list[SaveOffer]:
+def _find_save_offers(session: Session, tag: str) -> list[SaveOffer]:
     found = session.call_all([(at, m.Snapshot("find", tag=tag)) for at in range(session.num_servers)])
-    return [read_save_offer(_values(one)) for one in found]
+    return [read_save_offer(_save_answer_values(one)) for one in found]
 
 
-def _values(answer: m.ReplyBody) -> Mapping[str, Any]:
+def _save_answer_values(answer: m.ReplyBody) -> Mapping[str, Any]:
     if not isinstance(answer, m.Status):
         raise ProtocolError(f"a server answers a question about snapshots by {type(answer).__name__}")
     return answer.values

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
-from kvtrainer.client.contribution import Contribution, EncodedSlice, GatheredSlices, ServerLayout
+from kvtrainer.client.contribution import Contribution, ContributionLayout, EncodedSlice, GatheredContribution
 from kvtrainer.client.flow_control import cut
 from kvtrainer.client.incoming_weights import IncomingWeights, part_of
 from kvtrainer.client.session import Session
@@ -46,14 +46,14 @@ class RoundInputs(Protocol):
 
 
 class ServerRequest:
-    def __init__(self, layout: ServerLayout, round_: RoundInputs, all_tables: Tables) -> None:
+    def __init__(self, layout: ContributionLayout, round_: RoundInputs, all_tables: Tables) -> None:
         contribution = round_.contribution
         self.layout = layout
         self.server = layout.server
         # 1. What this rank gives. The buffer of a former round is used again.
         self.number = 0
         """Of all messages of the request."""
-        self.memory = layout.spare or GatheredSlices(layout)
+        self.memory = layout.spare or GatheredContribution(layout)
         layout.spare = None
         self.given: list[int] = [] if contribution.values is None else layout.resident
         """The slices that this rank gives."""
@@ -209,15 +209,15 @@ class ServerRequest:
         plain: Sequence[int] = self._encode_some(round_, given, batches) if round_.encoded else given
         runs: list[list[int]] = []
         if contribution.shared_grads:
-            runs, plain = _split_shared_slices(contribution, layout, plain)
+            runs, plain = _split_requested_slices(contribution, layout, plain)
         # 2. Small plain slices are gathered in one buffer; large ones are sent from where they are.
         small = [at for at in plain if layout.begin[at] >= 0]
         if small and contribution.values is not None:
-            sources = [_values_of_slice(contribution, layout, at) for at in small]
+            sources = [_requested_slice_values(contribution, layout, at) for at in small]
             torch._foreach_copy_([self.memory.views[at] for at in small], sources)
         if plain:
             payloads = [
-                _padded_values(contribution, layout, at) if at >= 0 else self.memory.raw[begin:end]
+                _padded_request_values(contribution, layout, at) if at >= 0 else self.memory.raw[begin:end]
                 for at, begin, end in (layout.runs if plain is layout.resident else layout.runs_of(plain))
             ]
             batches.append((b"", plain, tuple(payloads)))
@@ -277,7 +277,7 @@ class ServerRequest:
         return plain
 
 
-def _values_of_slice(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
+def _requested_slice_values(contribution: Contribution, layout: ContributionLayout, at: int) -> Tensor:
     slice_ = layout.slices[at]
     key, _, start, numel = slice_.segments[0]
     if key in contribution.sources:
@@ -291,8 +291,8 @@ def _values_of_slice(contribution: Contribution, layout: ServerLayout, at: int) 
     return arenas[slice_.dtype][slice_.offset : slice_.offset + slice_.length]
 
 
-def _split_shared_slices(
-    contribution: Contribution, layout: ServerLayout, given: Sequence[int]
+def _split_requested_slices(
+    contribution: Contribution, layout: ContributionLayout, given: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
     """Return the slices in the server's memory, neighbours together, and all others."""
     others: list[int] = []
@@ -310,9 +310,9 @@ def _split_shared_slices(
     return runs, others
 
 
-def _padded_values(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
+def _padded_request_values(contribution: Contribution, layout: ContributionLayout, at: int) -> Tensor:
     """Return the values of a slice with its padding, which the end of an arena may lack."""
-    length, found = layout.slices[at].length, _values_of_slice(contribution, layout, at)
+    length, found = layout.slices[at].length, _requested_slice_values(contribution, layout, at)
     if len(found) == length:
         return found
     padded = torch.zeros(length, dtype=found.dtype, device="cpu")

@@ -34,7 +34,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.engine.memory import return_free_memory
 from kvstore_server.plan import PAGE, SIZES, Plan, Slice
 from kvstore_server.transport.channel import Channel
-from kvstore_server.transport.exports import StagingBuffer, StagingBufferRequest
+from kvstore_server.transport.exports import ExportedStagingBuffer, ExportedStagingRequest
 from kvstore_server.transport.pages import put_pages
 from kvtrainer.types import NO_TARGETS
 
@@ -46,7 +46,7 @@ _WORTH_A_PLACE = 4 << 10
 """Small gradients are gathered in shared memory if all of them have at least this many bytes."""
 
 
-class _SliceRange(NamedTuple):
+class _SharedGradientRange(NamedTuple):
     """Neighbouring slices of a key on one server."""
 
     slices: tuple[Slice, ...]
@@ -64,10 +64,10 @@ class _SliceRange(NamedTuple):
     @property
     def own(self) -> int:
         """Where in the key its own pages begin."""
-        return min(_whole_pages(self.begin), self.end)
+        return min(_whole_gradient_pages(self.begin), self.end)
 
 
-class _BufferPart(NamedTuple):
+class _SharedGradientPart(NamedTuple):
     begin: int
     """In bytes, in the memory of all."""
     nbytes: int
@@ -100,31 +100,35 @@ class SharedGradients:
         self._plan = plan
         self._channel = channel
         near = {server: own for server in plan.servers if (own := channel(server)) is not None}
-        far = _keys_of([slice_ for slice_ in plan.slices if slice_.server not in near])
+        far = _keys_of_shared_gradients([slice_ for slice_ in plan.slices if slice_.server not in near])
         here = [
             slice_
             for slice_ in plan.slices
-            if plan.is_resident(slice_) and far.isdisjoint(_keys_of([slice_]))
+            if plan.is_resident(slice_) and far.isdisjoint(_keys_of_shared_gradients([slice_]))
         ]
         # 2. Large ones are allocated, all others gathered.
-        borrowed = _keys_of(here).intersection(keys)
+        borrowed = _keys_of_shared_gradients(here).intersection(keys)
         long = {key for key in borrowed if allocates and plan.specs[key].nbytes >= _MIN_SHARED}
         others = [slice_ for slice_ in here if gathers and slice_.segments[0].key not in keys]
         if sum([slice_.nbytes for slice_ in others]) < _WORTH_A_PLACE:
             others = []
-        spread = {key for key in _keys_of(others) if len({one.server for one in plan.slices_with(key)}) > 1}
+        spread = {
+            key
+            for key in _keys_of_shared_gradients(others)
+            if len({one.server for one in plan.slices_with(key)}) > 1
+        }
         # 3. Places in the staging buffers: first those that are needed in any case.
         self._gathered = [slice_ for slice_ in others if slice_.segments[0].key not in spread]
         """Slices that follow each other in their server's staging buffer."""
         self._sizes: dict[int, int] = {}
         """Server → the bytes of its staging buffer without places for large gradients."""
         for slice_ in self._gathered:
-            self._sizes[slice_.server] = self._sizes.get(slice_.server, 0) + _nbytes_of_slice(slice_)
-        self._sizes = {server: _whole_pages(size) for server, size in self._sizes.items()}
-        self._spread = list(_runs_of(plan, spread, self._sizes))
+            self._sizes[slice_.server] = self._sizes.get(slice_.server, 0) + _shared_gradient_nbytes(slice_)
+        self._sizes = {server: _whole_gradient_pages(size) for server, size in self._sizes.items()}
+        self._spread = list(_shared_gradient_ranges(plan, spread, self._sizes))
         """The slices of small keys that are on several servers."""
         self._all_sizes = self._sizes.copy()
-        self._long = list(_runs_of(plan, long, self._all_sizes))
+        self._long = list(_shared_gradient_ranges(plan, long, self._all_sizes))
         self._channels = {server: near[server] for server in self._all_sizes}
         """Server → its channel, if it holds slices of these gradients."""
         self.has_some = bool(self._channels)
@@ -134,16 +138,16 @@ class SharedGradients:
         """Whether a backward pass has allocated a gradient that could have been here."""
         self._asked: Mapping[int, int] | None = None
         """The sizes that servers were asked for last, by server; None before that, and after a server was restarted."""
-        self._requests: dict[int, StagingBufferRequest] = {}
+        self._requests: dict[int, ExportedStagingRequest] = {}
         """Server → the request for its buffer."""
         self._num_rounds = 0
         self.is_coming = False
         """Whether requested staging buffers are not mapped yet."""
-        self._runs: list[_SliceRange] = []
+        self._runs: list[_SharedGradientRange] = []
         """Ranges of slices that are mapped."""
-        self._staging_buffers: dict[int, StagingBuffer] = {}
+        self._staging_buffers: dict[int, ExportedStagingBuffer] = {}
         self._memory: Any = np.zeros(0, np.uint8)
-        self._buffer_parts: dict[int, _BufferPart] = {}
+        self._buffer_parts: dict[int, _SharedGradientPart] = {}
         self._last: dict[int, Callable[[], object]] = {}
         """Key → a reference to the memory of its last gradient. Missing while a thread allocates a gradient there."""
         self._edges: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -171,7 +175,9 @@ class SharedGradients:
             self._map(found)
             if not self._has_forks:
                 self._has_forks = True
-                os.register_at_fork(after_in_child=partial(_detach_in_child, weakref.ref(self)))
+                os.register_at_fork(
+                    after_in_child=partial(_detach_shared_gradients_in_child, weakref.ref(self))
+                )
         except OSError as error:
             _log.warning("gradients are copied to servers, not made in their memory: %s", error)
             if self._asked is self._all_sizes and self._sizes:
@@ -287,14 +293,14 @@ class SharedGradients:
     def _is_home(self, key: int, begin: int) -> bool:
         return key in self._last and self._buffer_parts[key].begin == begin
 
-    def _map(self, staging_buffers: Mapping[int, StagingBuffer]) -> None:
+    def _map(self, staging_buffers: Mapping[int, ExportedStagingBuffer]) -> None:
         """Map the buffers. An interrupt leaves no gradient here."""
         self._last, self._targets = {}, NO_TARGETS
         plan = self._plan
         # 1. Reserve addresses for all keys.
         self._runs = self._spread + (self._long if self._asked is self._all_sizes else [])
         keys = list(dict.fromkeys([run.key for run in self._runs]))
-        sizes = [_whole_pages(plan.specs[key].nbytes) for key in keys]
+        sizes = [_whole_gradient_pages(plan.specs[key].nbytes) for key in keys]
         pages = mmap.mmap(-1, max(sum(sizes), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory, self._edges, self._staging_buffers = (
             np.frombuffer(pages, np.uint8)[: sum(sizes)],
@@ -304,7 +310,7 @@ class SharedGradients:
         flat = torch.from_numpy(self._memory)
         for key, size, end in zip(keys, sizes, itertools.accumulate(sizes), strict=True):
             spec = plan.specs[key]
-            self._buffer_parts[key] = _BufferPart(
+            self._buffer_parts[key] = _SharedGradientPart(
                 end - size, spec.nbytes, spec.shape, torch_dtype(spec.dtype), {}
             )
         for run in self._runs:
@@ -312,19 +318,21 @@ class SharedGradients:
             self._map_run(run, part, staging_buffer, is_shared=True)
             shared, at = staging_buffer.arena.data, run.place
             for slice_ in run.slices:
-                part.slices[slice_.index] = shared[at : at + _nbytes_of_slice(slice_)].view(part.dtype)
-                at += _nbytes_of_slice(slice_)
+                part.slices[slice_.index] = shared[at : at + _shared_gradient_nbytes(slice_)].view(part.dtype)
+                at += _shared_gradient_nbytes(slice_)
             if run.own > run.begin:
                 front = flat[part.begin + run.begin : part.begin + run.own]
                 pair = (shared[run.place : run.place + len(front)], front)
                 self._edges.setdefault(run.key, []).append(pair)
         # 3. Only now may gradients be here.
         targets, self._filled = self._lay_out(staging_buffers)
-        self._last = dict.fromkeys({run.key for run in self._runs[len(self._spread) :]}, _dead_reference)
+        self._last = dict.fromkeys(
+            {run.key for run in self._runs[len(self._spread) :]}, _dead_gradient_reference
+        )
         self._targets = targets
 
     def _lay_out(
-        self, staging_buffers: Mapping[int, StagingBuffer]
+        self, staging_buffers: Mapping[int, ExportedStagingBuffer]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         targets, filled, flat = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
@@ -334,7 +342,7 @@ class SharedGradients:
         ends: dict[int, int] = {}
         for slice_ in self._gathered:
             shared, begin = staging_buffers[slice_.server].arena.data, ends.get(slice_.server, 0)
-            end = ends[slice_.server] = begin + _nbytes_of_slice(slice_)
+            end = ends[slice_.server] = begin + _shared_gradient_nbytes(slice_)
             filled[slice_.index] = shared[begin:end].view(torch_dtype(slice_.dtype))
             for segment in slice_.segments:
                 if not segment.key_start:  # further slices of the key come next
@@ -343,11 +351,15 @@ class SharedGradients:
         return targets, filled
 
     def _map_run(
-        self, run: _SliceRange, part: _BufferPart, staging_buffer: StagingBuffer, is_shared: bool
+        self,
+        run: _SharedGradientRange,
+        part: _SharedGradientPart,
+        staging_buffer: ExportedStagingBuffer,
+        is_shared: bool,
     ) -> None:
         address = self._memory.ctypes.data + part.begin + run.own
         if run.own < run.end:
-            nbytes, offset = _whole_pages(run.end) - run.own, run.place + run.own - run.begin
+            nbytes, offset = _whole_gradient_pages(run.end) - run.own, run.place + run.own - run.begin
             put_pages(address, nbytes, staging_buffer.fd, offset, mmap.PROT_READ | mmap.PROT_WRITE, is_shared)
 
     def part(self) -> None:
@@ -359,35 +371,37 @@ class SharedGradients:
             )
 
 
-def _runs_of(plan: Plan, keys: Collection[int], sizes: dict[int, int]) -> Iterator[_SliceRange]:
+def _shared_gradient_ranges(
+    plan: Plan, keys: Collection[int], sizes: dict[int, int]
+) -> Iterator[_SharedGradientRange]:
     """Yield the slices of keys, neighbours on one server together, with places that are added to `sizes`."""
     pieces = [slice_ for slice_ in plan.slices if slice_.segments[0].key in keys]
     for (_, server), own in itertools.groupby(pieces, lambda p: (p.segments[0].key, p.server)):
         run = tuple(own)
         begin = run[0].segments[0].key_start * SIZES[run[0].dtype]
-        end = begin + sum(map(_nbytes_of_slice, run))
+        end = begin + sum(map(_shared_gradient_nbytes, run))
         place = sizes.get(server, 0) + begin % PAGE
-        sizes[server] = _whole_pages(place + end - begin)
-        yield _SliceRange(run, begin, end, place)
+        sizes[server] = _whole_gradient_pages(place + end - begin)
+        yield _SharedGradientRange(run, begin, end, place)
 
 
-def _keys_of(pieces: Collection[Slice]) -> set[int]:
+def _keys_of_shared_gradients(pieces: Collection[Slice]) -> set[int]:
     return {segment.key for slice_ in pieces for segment in slice_.segments}
 
 
-def _nbytes_of_slice(slice_: Slice) -> int:
+def _shared_gradient_nbytes(slice_: Slice) -> int:
     return slice_.length * SIZES[slice_.dtype]
 
 
-def _whole_pages(nbytes: int) -> int:
+def _whole_gradient_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _dead_reference() -> None:
+def _dead_gradient_reference() -> None:
     """A reference to memory that is not in use."""
 
 
-def _detach_in_child(gradients: weakref.ref[SharedGradients]) -> None:
+def _detach_shared_gradients_in_child(gradients: weakref.ref[SharedGradients]) -> None:
     found = gradients()
     if found is not None:
         found.part()

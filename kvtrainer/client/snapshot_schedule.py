@@ -82,11 +82,13 @@ class SnapshotSchedule:
     def kept(self) -> tuple[int, ...]:
         """The rounds of at most two snapshots that servers keep beside the next one."""
         return tuple(
-            sorted({*self._common, self._begun} - {0})[-2:] if self._is_begun_newer else self._common[-2:]
+            sorted({*self._common, self._begun} - {0})[-2:]
+            if self._is_newer_snapshot_begun
+            else self._common[-2:]
         )
 
     @property
-    def _is_begun_newer(self) -> bool:
+    def _is_newer_snapshot_begun(self) -> bool:
         return not self._common or self._begun > self._common[-1]
 
     def record(self, namespace: str, number: int, answers: Mapping[int, CutAnswer]) -> None:

@@ -15,7 +15,7 @@ from kvstore_server.errors import ProtocolError, ServerLostState
 from kvstore_server.protocol import messages as m
 
 
-class StoredCut(NamedTuple):
+class OfferedSnapshot(NamedTuple):
     """A snapshot that a server has.
 
     Args:
@@ -28,10 +28,10 @@ class StoredCut(NamedTuple):
     ordinal: int = 1
 
 
-_BEGINNING = StoredCut(0, frozenset())
+_BEGINNING = OfferedSnapshot(0, frozenset())
 
 
-class ServerOffer(NamedTuple):
+class SnapshotOffer(NamedTuple):
     """What one server says of a job.
 
     Args:
@@ -47,7 +47,7 @@ class ServerOffer(NamedTuple):
 
     round: int
     holders: frozenset[int]
-    cuts: Sequence[StoredCut]
+    cuts: Sequence[OfferedSnapshot]
     generation: int
     restored: int
     period: SnapshotPeriod
@@ -56,36 +56,36 @@ class ServerOffer(NamedTuple):
     save: str = ""
 
 
-def read_offer(answer: m.ReplyBody) -> ServerOffer:
+def read_offer(answer: m.ReplyBody) -> SnapshotOffer:
     """Return what a server has answered. Raises ProtocolError if it cannot be that."""
     if not isinstance(answer, m.Status):
         raise ProtocolError(f"a server is asked for its snapshots, and answers {answer!r:.200}")
     values = answer.values
     try:
-        cuts = [StoredCut(int(at), frozenset(map(int, own)), int(n)) for at, own, n in values["cuts"]]
+        cuts = [OfferedSnapshot(int(at), frozenset(map(int, own)), int(n)) for at, own, n in values["cuts"]]
         numbers = [int(values[name]) for name in ("round", "generation", "restored", "due")]
         holders, (round_, generation, restored, due) = frozenset(map(int, values["holders"])), numbers
         tag, save = str(values["tag"]), str(values["save"])
         period = SnapshotPeriod(int(values["every"]), float(values["seconds"]))
-        return ServerOffer(round_, holders, cuts, generation, restored, period, due, tag, save)
+        return SnapshotOffer(round_, holders, cuts, generation, restored, period, due, tag, save)
     except (LookupError, TypeError, ValueError) as error:
         raise ProtocolError(f"a server says of its snapshots {values!r:.200}: {error!r}") from None
 
 
-class CutChoice(NamedTuple):
+class SnapshotChoice(NamedTuple):
     """The snapshot to which a job goes back (round 0: its beginning), and how often it will have gone back then.
 
     Args:
         tag, save: What it loads, if that is what was saved by hand.
     """
 
-    cut: StoredCut
+    cut: OfferedSnapshot
     generation: int
     tag: str = ""
     save: str = ""
 
 
-def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
+def choose_cut(offers: Sequence[SnapshotOffer]) -> SnapshotChoice | None:
     """Choose the snapshot to which a job goes back; None if no server has lost anything.
 
     A server that has gone back less often than others was killed before it could, or is yet to be told; it counts like
@@ -114,14 +114,14 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
             max(at, 0) == restored for at in reached
         ):
             if tag:
-                return CutChoice(StoredCut(restored, frozenset(needed)), newest, tag, save)
+                return SnapshotChoice(OfferedSnapshot(restored, frozenset(needed)), newest, tag, save)
             begun = [cut for at in lost for cut in offers[at].cuts if cut.round == restored]
             has_later = not reached and latest is not None and latest.round > restored
             if (len(begun) == len(lost) or not restored) and not has_later:
-                return CutChoice(begun[0] if restored else _BEGINNING, newest)
+                return SnapshotChoice(begun[0] if restored else _BEGINNING, newest)
     # 3. Or the latest one that all have.
     if latest is not None:
-        return CutChoice(latest, newest + 1)
+        return SnapshotChoice(latest, newest + 1)
     # 4. There is none. A job that has not reached its first snapshot begins again; the progress of a later one is not
     # thrown away without being asked.
     without = [at for at, one in enumerate(offers) if not one.period]
@@ -135,16 +135,18 @@ def choose_cut(offers: Sequence[ServerOffer]) -> CutChoice | None:
         )
     origin = next((one for one in live if one.tag), None)
     if origin is None:
-        return CutChoice(_BEGINNING, newest + 1)
-    return CutChoice(StoredCut(origin.restored, frozenset(needed)), newest + 1, origin.tag, origin.save)
+        return SnapshotChoice(_BEGINNING, newest + 1)
+    return SnapshotChoice(
+        OfferedSnapshot(origin.restored, frozenset(needed)), newest + 1, origin.tag, origin.save
+    )
 
 
-def common_rounds(offers: Sequence[ServerOffer]) -> list[int]:
+def common_rounds(offers: Sequence[SnapshotOffer]) -> list[int]:
     """Return the rounds of the snapshots that all servers have on which the job has tables."""
     return sorted({cut.round for cut in _common_cuts(offers)})
 
 
-def _common_cuts(offers: Sequence[ServerOffer]) -> list[StoredCut]:
+def _common_cuts(offers: Sequence[SnapshotOffer]) -> list[OfferedSnapshot]:
     at_server = [{cut.round for cut in one.cuts} for one in offers]
     return [
         cut

@@ -24,7 +24,7 @@ from kvstore_server.errors import KVStoreError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
-from kvtrainer.states.surviving_memory import Version, Versions
+from kvtrainer.states.surviving_memory import SurvivingVersions, Version
 
 Place = TypeVar("Place", bound=Hashable)
 
@@ -73,7 +73,7 @@ class Compressor:
         """Slice (by index) → its bytes in the present round."""
         self._read: dict[int, Tensor] = {}
         """Slice (by index) → bytes that servers have read: memory for the next round."""
-        self.survivors: Versions | None = None
+        self.survivors: SurvivingVersions | None = None
         """Where residuals are stored too, so that they outlive the process; None if they need not."""
 
     def encode(
@@ -132,12 +132,12 @@ class Compressor:
         if self.survivors is not None:
             self.survivors.write(round_, _by_name({**self._residuals.kept, **self._residuals.following}))
 
-    def begin_to_store(self, survivors: Versions, round_: int) -> None:
+    def begin_to_store(self, survivors: SurvivingVersions, round_: int) -> None:
         """Store the present residuals, and from now on those of each round; they hold before a round."""
         survivors.begin(round_, _by_name(self._residuals.kept))
         self.survivors = survivors
 
-    def go_on_with(self, survivors: Versions, found: Version) -> None:
+    def go_on_with(self, survivors: SurvivingVersions, found: Version) -> None:
         """Take the residuals that an earlier process has stored, and store those of the coming rounds."""
         fresh = Residuals[int](self.codec)
         fresh.kept = {int(name): residual for name, residual in found.tensors.items()}

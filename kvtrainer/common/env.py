@@ -149,7 +149,7 @@ class Topology:
         return {**{name: str(number) for name, number in place.items()}, **servers, **elastic}
 
 
-def read_topology(
+def read_topology_from_env(
     environ: Mapping[str, str],
     *,
     rank: int | None = None,
@@ -164,11 +164,11 @@ def read_topology(
     Raises:
         ConfigurationError: A part is missing, not a number or out of range, or an address is malformed or repeated.
     """
-    own, count = read_place(environ, rank, num_workers)
-    listed = read_servers(environ, servers)
+    own, count = read_place_from_env(environ, rank, num_workers)
+    listed = read_servers_from_env(environ, servers)
     if listed is None:
         raise ConfigurationError(f"{SERVERS} is not set and no servers were given. {_ADVICE}")
-    elastic = read_elastic(environ)
+    elastic = read_elastic_from_env(environ)
     if elastic is not None and not elastic[0] <= count <= elastic[1]:
         raise ConfigurationError(
             f"num_workers ({NUM_WORKERS}) is {count}; with {ELASTIC} {elastic[0]}..{elastic[1]} a job begins with a "
@@ -177,7 +177,7 @@ def read_topology(
     return Topology(own, count, listed, elastic)
 
 
-def read_elastic(environ: Mapping[str, str]) -> tuple[int, int] | None:
+def read_elastic_from_env(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the least and the most workers of a job (KVSTORE_ELASTIC); None if their number does not change."""
     text = text_of(environ, ELASTIC)
     return parse_range(text, ELASTIC) if text else None
@@ -191,7 +191,9 @@ def parse_range(text: str, name: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
+def read_place_from_env(
+    environ: Mapping[str, str], rank: int | None, num_workers: int | None
+) -> tuple[int, int]:
     """Return the rank and the number of workers: as given, else from the variables of the launcher that is found.
 
     Raises:
@@ -202,14 +204,14 @@ def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | 
     (rank_name, rank_text), count_name = source.rank_in(environ), source.count
     count_text = text_of(environ, count_name)
     if rank is None and not rank_text:
-        raise ConfigurationError(_missing_message(environ, source, rank_name, "rank"))
+        raise ConfigurationError(_missing_variable_message(environ, source, rank_name, "rank"))
     if num_workers is None and not count_text:
-        raise ConfigurationError(_missing_message(environ, source, count_name, "num_workers"))
+        raise ConfigurationError(_missing_variable_message(environ, source, count_name, "num_workers"))
     own = as_int(rank_text if rank is None else rank, f"rank ({rank_name})")
     count = as_int(count_text if num_workers is None else num_workers, f"num_workers ({count_name})")
     if count < 1:
         raise ConfigurationError(f"num_workers ({count_name}) is {count}; a job has at least 1 worker")
-    elastic = read_elastic(environ)
+    elastic = read_elastic_from_env(environ)
     most, what = (
         (count, f"num_workers ({count_name})") if elastic is None else (elastic[1], f"{ELASTIC} up to")
     )
@@ -220,7 +222,7 @@ def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | 
     return own, count
 
 
-def read_servers(
+def read_servers_from_env(
     environ: Mapping[str, str], servers: str | Sequence[str] | None = None
 ) -> tuple[str, ...] | None:
     """Return the addresses of the servers: as given, else from KVSTORE_SERVERS; None if neither names any.
@@ -252,7 +254,7 @@ def read_servers(
     return addresses
 
 
-def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
+def workers_from_env(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """Return the number of workers and its variable, if a launcher also gives this process a rank."""
     source = _find_launcher(environ)
     if source is None or not source.rank_in(environ)[1]:
@@ -261,7 +263,7 @@ def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
     return (int(text), source.count) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
+def local_rank_from_env(environ: Mapping[str, str], rank: int | None = None) -> int:
     """Return this process's rank on its host, preferably from the launcher that gives the rank; else the rank or 0."""
     source = _find_launcher(environ)
     told = [text_of(environ, one.local) for one in ((source,) if source else ()) + SOURCES]
@@ -269,7 +271,7 @@ def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
     return next((int(text) for text in (*told, worker) if text.isdecimal()), 0)
 
 
-def attempt_of_job(environ: Mapping[str, str]) -> int:
+def attempt_from_env(environ: Mapping[str, str]) -> int:
     """Return how often the job was restarted, by KVSTORE_ATTEMPT or the launcher; else 0. Raises ConfigurationError.
 
     torchrun on several hosts is ignored: it counts restarts by host, and workers with different numbers would not meet.
@@ -286,7 +288,7 @@ def attempt_of_job(environ: Mapping[str, str]) -> int:
     return number
 
 
-def restarts_of(environ: Mapping[str, str]) -> int:
+def restarts_from_env(environ: Mapping[str, str]) -> int:
     """Return how often this process alone was started again (KVSTORE_RESTARTS). Raises ConfigurationError."""
     text = text_of(environ, RESTARTS)
     number = as_int(text, f"the number of restarts ({RESTARTS})") if text else 0
@@ -364,7 +366,7 @@ def text_of(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip() if name else ""
 
 
-def transport_of(environ: Mapping[str, str]) -> str:
+def transport_from_env(environ: Mapping[str, str]) -> str:
     """Return KVSTORE_TRANSPORT, "auto" by default. Raises ConfigurationError for an unknown value."""
     found = text_of(environ, TRANSPORT) or "auto"
     if found == "ipc":
@@ -400,7 +402,7 @@ _ADVICE = (
 )
 
 
-def _missing_message(environ: Mapping[str, str], source: LauncherEnv, name: str, option: str) -> str:
+def _missing_variable_message(environ: Mapping[str, str], source: LauncherEnv, name: str, option: str) -> str:
     found = source.found_in(environ)
     if not found:
         return f"{name} is not set and no {option} was given. {_ADVICE}"

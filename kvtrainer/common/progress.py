@@ -31,7 +31,7 @@ def track_progress(
 ) -> Iterator[T]:
     """Yield items. On a terminal, print how many are done if `what` takes longer than a second."""
     stream = sys.stderr if stream is None else stream
-    if not _is_watched(stream, os.environ if environ is None else environ):
+    if not _shows_progress(stream, os.environ if environ is None else environ):
         yield from items
         return
     started = shown = clock()
@@ -54,7 +54,7 @@ def print_duration(
 ) -> Iterator[None]:
     """Print the begin and the duration of work on many bytes that has no countable parts, on a terminal."""
     stream = sys.stderr if stream is None else stream
-    if nbytes < LARGE or not _is_watched(stream, os.environ if environ is None else environ):
+    if nbytes < LARGE or not _shows_progress(stream, os.environ if environ is None else environ):
         yield
         return
     started = clock()
@@ -63,5 +63,5 @@ def print_duration(
     print(f"{what}: took {clock() - started:.0f} s", file=stream, flush=True)
 
 
-def _is_watched(stream: TextIO, environ: Mapping[str, str]) -> bool:
+def _shows_progress(stream: TextIO, environ: Mapping[str, str]) -> bool:
     return stream.isatty() or environ.get(PROGRESS) == "1"

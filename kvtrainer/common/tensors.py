@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.rows import sort_ids
+from kvstore_server.optimizer.rows import sort_row_ids
 from kvtrainer.errors import RowIdError
 
 # The most ids that a message lists.
@@ -18,20 +18,20 @@ _NAMED = 8
 
 
 @functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
+def tensor_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def is_sparse(value: Tensor) -> bool:
+def is_sparse_tensor(value: Tensor) -> bool:
     return value.layout is not torch.strided
 
 
-def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
-    """Return row ids as distinct, ascending int64 on the CPU. Arguments and errors are those of `flat_ids`."""
-    return sort_ids(flat_ids(key, row_ids, num_rows)[0].numpy(), num_rows).ids
+def read_id_tensor(key: object, row_ids: Any, num_rows: int) -> Tensor:
+    """Return row ids as distinct, ascending int64 on the CPU. Arguments and errors are those of `flatten_id_tensor`."""
+    return sort_row_ids(flatten_id_tensor(key, row_ids, num_rows)[0].numpy(), num_rows).ids
 
 
-def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
+def flatten_id_tensor(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
     """Return row ids as flat int64 on the CPU, in their order, and the shape that they were given in.
 
     Any tensor, array or list of integers is accepted.
@@ -62,7 +62,7 @@ def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Si
     return torch.from_numpy(ids), given.shape
 
 
-def is_one_set(row_ids: Any) -> bool:
+def is_one_id_tensor(row_ids: Any) -> bool:
     """Return whether this is one set of ids rather than a list of several."""
     if isinstance(row_ids, list | tuple):
         return all(isinstance(one, int | float | np.number) for one in row_ids)

@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 _CALL = "_call_under_way"
 
 
-class _Call:
+class _GuardedCall:
     __slots__ = ("__weakref__", "method", "thread")
     method: str
     thread: int
@@ -35,7 +35,7 @@ def exclusive(
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        mine = _Call()
+        mine = _GuardedCall()
         mine.method, mine.thread = name, threading.get_ident()
         # setdefault is atomic: of two threads only one finds its own entry. The reference is weak, because a signal
         # handler may raise just before or after the block; what is left behind then dies with this frame.

@@ -20,7 +20,7 @@ def uncompiled(target: _T) -> _T:
     Args:
         target: A function, or a class whose own methods and properties are meant.
     """
-    for function in _functions_of(target):
+    for function in _functions_to_uncompile(target):
         function._torchdynamo_disable = True
         # Functions wrapped by one decorator share a code object, as with contextlib; a mark must affect only this one.
         function.__code__ = function.__code__.replace()
@@ -30,16 +30,16 @@ def uncompiled(target: _T) -> _T:
     return target
 
 
-def _functions_of(target: Any) -> Iterator[Any]:
+def _functions_to_uncompile(target: Any) -> Iterator[Any]:
     if isinstance(target, FunctionType):
         yield target
-        yield from _functions_of(getattr(target, "__wrapped__", None))
+        yield from _functions_to_uncompile(getattr(target, "__wrapped__", None))
     elif isinstance(target, staticmethod | classmethod):
-        yield from _functions_of(target.__func__)
+        yield from _functions_to_uncompile(target.__func__)
     elif isinstance(target, property):
         for accessor in (target.fget, target.fset, target.fdel):
-            yield from _functions_of(accessor)
+            yield from _functions_to_uncompile(accessor)
     elif isinstance(target, type):
         for name, member in vars(target).items():
             if not isinstance(member, type) and name != "__annotate__":
-                yield from _functions_of(member)
+                yield from _functions_to_uncompile(member)

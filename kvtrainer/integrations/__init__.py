@@ -45,7 +45,7 @@ def guard_import(library: str, install: str = "") -> Iterator[None]:
     install = install or f"kvtrainer[{library}]"
     try:
         if library in TESTED:
-            _check_version(library, TESTED[library])
+            _check_library_version(library, TESTED[library])
         yield
     except ImportError as error:
         raise ImportError(
@@ -53,7 +53,7 @@ def guard_import(library: str, install: str = "") -> Iterator[None]:
         ) from error
 
 
-def _check_version(library: str, tested: Tested) -> None:
+def _check_library_version(library: str, tested: Tested) -> None:
     found = version(library)
     numbers = tuple(map(int, re.findall("[0-9]+", found)[:2]))
     low, high = (".".join(map(str, one)) for one in tested)

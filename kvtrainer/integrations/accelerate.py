@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations import guard_import
-from kvtrainer.integrations.workers import Workers, scaler_like
+from kvtrainer.integrations.workers import Workers, scaler_for_workers
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer.trainer import Trainer
 
@@ -56,7 +56,7 @@ def join(kvstore: str | KVStoreBase = "dist_sync") -> Workers:
     return workers
 
 
-class PreparedTrainer(AcceleratedOptimizer):  # type: ignore[misc]
+class AcceleratedTrainer(AcceleratedOptimizer):  # type: ignore[misc]
     """A Trainer prepared by accelerate. Whether a step was skipped is decided by all workers, not by the scaler."""
 
     @property
@@ -100,7 +100,7 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
         self._trainer_options = dict(trainer_options)
         self._norms: WeakKeyDictionary[Trainer, Tensor] = WeakKeyDictionary()
         if self.scaler is not None:
-            self.scaler = scaler_like(self.scaler)
+            self.scaler = scaler_for_workers(self.scaler)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -124,7 +124,7 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
             return super().prepare_optimizer(optimizer)
         trainer = self.workers.trainer_of(optimizer, self._model_of(optimizer), **self._trainer_options)
         # The Trainer keeps its state on the devices of the parameters.
-        prepared = PreparedTrainer(trainer, device_placement=False, scaler=self.scaler)
+        prepared = AcceleratedTrainer(trainer, device_placement=False, scaler=self.scaler)
         self._optimizers.append(prepared)
         return prepared
 

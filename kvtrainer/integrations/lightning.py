@@ -1,8 +1,8 @@
 """Lightning's Trainer over a kvstore.
 
     import lightning as L
-    from kvtrainer.integrations.lightning import KVStoreStrategy
-    L.Trainer(strategy=KVStoreStrategy("dist_sync"), ...).fit(module, data)
+    from kvtrainer.integrations.lightning import LightningStrategy
+    L.Trainer(strategy=LightningStrategy("dist_sync"), ...).fit(module, data)
 
 Needs the extra `kvtrainer[lightning]`.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import optim
 
 from kvtrainer.integrations import guard_import
-from kvtrainer.integrations.workers import Workers, scaler_like
+from kvtrainer.integrations.workers import Workers, scaler_for_workers
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer.trainer import Trainer
 
@@ -25,10 +25,10 @@ with guard_import("lightning"):
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities import rank_zero_only
 
-__all__ = ["KVStoreStrategy"]
+__all__ = ["KVStoreStrategy", "LightningStrategy"]
 
 
-class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
+class LightningEnvironment(ClusterEnvironment):  # type: ignore[misc]
     """Tells Lightning the rank of this worker. The workers were started by the job's own launcher."""
 
     def __init__(self, workers: Workers) -> None:
@@ -51,7 +51,7 @@ class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
 
     @staticmethod
     def detect() -> bool:
-        """False: the environment is only used through KVStoreStrategy."""
+        """False: the environment is only used through LightningStrategy."""
         return False
 
     def world_size(self) -> int:
@@ -74,10 +74,10 @@ class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
         return 0
 
 
-class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
+class LightningStrategy(DDPStrategy):  # type: ignore[misc]
     """A Lightning strategy over a kvstore. Except for gradients, the workers take the role of a DDP job's processes.
 
-        trainer = L.Trainer(strategy=KVStoreStrategy("dist_sync"), max_epochs=3)
+        trainer = L.Trainer(strategy=LightningStrategy("dist_sync"), max_epochs=3)
         trainer.fit(module, loader)
 
     Torch optimizers that `configure_optimizers` returns become Trainers over the store; Trainers stay unchanged. Each
@@ -102,7 +102,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         self._options = options
         # Trainers of the current fit that were made here, not by the module.
         self._made: list[Trainer] = []
-        super().__init__(cluster_environment=WorkersEnvironment(self.workers))
+        super().__init__(cluster_environment=LightningEnvironment(self.workers))
         self.set_world_ranks()
 
     def set_world_ranks(self) -> None:
@@ -143,7 +143,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         """Make clipping and overflow checks apply to all workers."""
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
-            plugin.scaler = scaler_like(plugin.scaler)
+            plugin.scaler = scaler_for_workers(plugin.scaler)
         plugin.clip_gradients = self._clip_gradients
         super().setup_precision_plugin()
 
@@ -180,3 +180,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         optimizers, self._optimizers = self._optimizers, []
         super().teardown()
         self._optimizers = optimizers
+
+
+KVStoreStrategy = LightningStrategy
+"""The former name of `LightningStrategy`."""

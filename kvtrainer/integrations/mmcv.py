@@ -19,7 +19,7 @@ with guard_import("mmcv", install="mmcv<2"):
     from mmcv.runner import HOOKS, Hook
 
 
-class _Reserved:
+class _ReservedMMCVPriority:
     """Hides a hook's own priority: MMCV refuses hooks that have one, and sets it itself."""
 
     def __get__(self, hook: object, kind: type | None = None) -> Any:
@@ -28,5 +28,7 @@ class _Reserved:
 
 for _name, _cls in vars(hooks).items():
     if _name.endswith(("OptimizerHook", "UpdaterHook")):
-        _made = type(f"KV{_name}", (_cls, Hook), {"priority": _Reserved(), "__module__": __name__})
+        _made = type(
+            f"KV{_name}", (_cls, Hook), {"priority": _ReservedMMCVPriority(), "__module__": __name__}
+        )
         globals()[_made.__name__] = HOOKS.register_module(module=_made, force=True) or _made

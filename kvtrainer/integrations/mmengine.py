@@ -1,12 +1,12 @@
 """mmengine over a kvstore. Importing this registers a strategy and an optimizer wrapper with mmengine.
 
     import kvtrainer.integrations.mmengine
-    runner = FlexibleRunner(model, strategy=dict(type="KVStoreStrategy", kvstore="dist_sync"), ...)
+    runner = FlexibleRunner(model, strategy=dict(type="MMEngineStrategy", kvstore="dist_sync"), ...)
 
 In a configuration file: custom_imports = dict(imports=["kvtrainer.integrations.mmengine"]). Needs the extra
 `kvtrainer[mmengine]`.
 
-`KVStoreStrategy` builds models, optimizers and schedulers from mmengine's registries, and turns its optimizer wrappers
+`MMEngineStrategy` builds models, optimizers and schedulers from mmengine's registries, and turns its optimizer wrappers
 into `TrainerOptimWrapper`, which passes calls on to a Trainer. Checkpoints are read with weights_only: values of hooks
 such as HistoryBuffers are encoded as tensors and plain values, and mmengine's own checkpoints are read with a small
 list of allowed types. So loading never runs code of a file.
@@ -35,11 +35,11 @@ from kvstore_server import check
 from kvtrainer.config import wrapper_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.integrations import guard_import
-from kvtrainer.integrations.workers import become_ranks
+from kvtrainer.integrations.workers import make_workers_ranks
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
 from kvtrainer.strategy.base import Callback
-from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_schedules, plain_copy
+from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_checkpoint_schedules, plain_checkpoint_copy
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys
 from kvtrainer.strategy.strategy import Steps
 from kvtrainer.trainer.resume import Resumption
@@ -55,7 +55,7 @@ with guard_import("mmengine"):
     from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
     from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 
-__all__ = ["KVStoreStrategy", "TrainerOptimWrapper"]
+__all__ = ["KVStoreStrategy", "MMEngineStrategy", "TrainerOptimWrapper"]
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
                 )
             trainer = optimizer
         elif isinstance(optimizer, torch.optim.Optimizer):
-            merge_groups(optimizer)
+            merge_mmengine_groups(optimizer)
             kind = "AmpOptimWrapper" if any(name in given for name in _AMP) else "OptimWrapper"
             read = wrapper_arguments(model, {**given, "type": kind, "optimizer": optimizer})
             trainer = Trainer(**{**read, "kvstore": kvstore, **options})
@@ -219,7 +219,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
                 group.setdefault(name, value)
 
 
-def merge_groups(optimizer: torch.optim.Optimizer) -> None:
+def merge_mmengine_groups(optimizer: torch.optim.Optimizer) -> None:
     """Merge groups with equal options in place, in the order of their first parameters.
 
     mmengine makes one group per parameter, and updating many small groups takes several times as long. An optimizer
@@ -238,11 +238,11 @@ def merge_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[:] = merged
 
 
-@STRATEGIES.register_module()
-class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
+@STRATEGIES.register_module(name=["MMEngineStrategy", "KVStoreStrategy"])
+class MMEngineStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
     """Lets mmengine's FlexibleRunner train over a kvstore.
 
-        runner = FlexibleRunner(model, strategy=dict(type="KVStoreStrategy", kvstore="dist_sync"), ...)
+        runner = FlexibleRunner(model, strategy=dict(type="MMEngineStrategy", kvstore="dist_sync"), ...)
 
     Models, optimizers, constructors and schedulers are those of mmengine's registries, with its rules for
     `paramwise_cfg`. OptimWrapper and AmpOptimWrapper become TrainerOptimWrapper, which is also the default. Workers of
@@ -271,7 +271,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
     ) -> None:
         self.sync_bn = sync_bn
         env = dict(env_kwargs or {})
-        self._group_options = _group_options(env.pop("dist_cfg", None) or {})
+        self._group_options = _mmengine_group_options(env.pop("dist_cfg", None) or {})
         self._made_group = False
         super().__init__(kvstore, device=device, env_kwargs=env, **kwargs)
 
@@ -289,7 +289,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
     def _meet(self) -> Agreement:
         agreement = super()._meet()
         processes = 1 if self._launcher == environment.NONE else environment.processes_of_job(os.environ)
-        become_ranks(agreement, self.kvstore, processes, self._group_options)
+        make_workers_ranks(agreement, self.kvstore, processes, self._group_options)
         return agreement
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
@@ -312,9 +312,9 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
             optim_wrapper = {"optimizer": optim_wrapper}
         optim_wrapper = check.as_mapping(optim_wrapper)
         if isinstance(optim_wrapper, Mapping):
-            optim_wrapper = self._over_trainers(optim_wrapper, model)
+            optim_wrapper = self._wrap_trainers(optim_wrapper, model)
         built = BaseStrategy.build_optim_wrapper(self, optim_wrapper, model)
-        for name, one in _by_name(built).items():
+        for name, one in _mmengine_wrappers_by_name(built).items():
             if not isinstance(one, TrainerOptimWrapper):
                 raise ArgumentTypeError(
                     f"the optimizer wrapper {name!r} is of type {type(one).__name__}, which cannot use a kvstore; give "
@@ -322,13 +322,13 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
                 )
         return built
 
-    def _over_trainers(self, cfg: Mapping[str, Any], model: nn.Module | None) -> Any:
+    def _wrap_trainers(self, cfg: Mapping[str, Any], model: nn.Module | None) -> Any:
         """Change the configuration of one or several wrappers so that they build Trainers."""
         changed: Any = copy.copy(cfg)
         if "optimizer" not in cfg:
             for name, one in cfg.items():
                 if isinstance(one, Mapping) and "optimizer" in one:
-                    changed[name] = self._over_trainers(one, model)
+                    changed[name] = self._wrap_trainers(one, model)
             return changed
         kind = cfg.get("type") or OptimWrapper
         kind = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
@@ -376,7 +376,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         Raises:
             StateMismatchError: As for `check_scheduler_state_dict`. Nothing has changed.
         """
-        for scheduler, state in pair_schedules(getattr(self, "param_schedulers", []), state_dict):
+        for scheduler, state in pair_checkpoint_schedules(getattr(self, "param_schedulers", []), state_dict):
             scheduler.load_state_dict({name: value for name, value in state.items() if name not in _HORIZON})
             ended, passed = state.get("end", scheduler.end), scheduler._global_step
             if ended < scheduler.end and passed >= ended and not getattr(scheduler, "need_val_args", False):
@@ -386,7 +386,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
     def check_scheduler_state_dict(self, state_dict: Any) -> None:
         """Raise StateMismatchError unless `load_scheduler_state_dict` can restore this."""
-        pair_schedules(getattr(self, "param_schedulers", []), state_dict)
+        pair_checkpoint_schedules(getattr(self, "param_schedulers", []), state_dict)
 
     def load_checkpoint(
         self,
@@ -399,7 +399,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         """Load as Strategy does. Also reads mmengine's own checkpoints, without running their code."""
 
         def decoded(checkpoint: dict[str, Any]) -> None:
-            checkpoint.update(decode_value(checkpoint))
+            checkpoint.update(decode_mmengine_value(checkpoint))
             if callback is not None:
                 callback(checkpoint)
 
@@ -434,16 +434,17 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
             checkpoint["meta"]["mmengine"] = mmengine.__version__
             if OPTIMIZER in checkpoint:
                 for name, wrapper in self._optim_wrappers.items():
-                    _states_of_wrapper(checkpoint[OPTIMIZER], name)[_NOTES] = wrapper.notes()
+                    _states_of_mmengine_wrapper(checkpoint[OPTIMIZER], name)[_NOTES] = wrapper.notes()
             if callback is not None:
                 callback(checkpoint)
-            encode_checkpoint(checkpoint)
+            encode_mmengine_checkpoint(checkpoint)
 
         super().save_checkpoint(filename, callback=encode, **options)
 
     def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Steps:
         parts = [
-            (wrapper, _states_of_wrapper(states, name)) for name, wrapper in self._optim_wrappers.items()
+            (wrapper, _states_of_mmengine_wrapper(states, name))
+            for name, wrapper in self._optim_wrappers.items()
         ]
         if not any("param_groups" in part for _, part in parts):
             notes = [partial(wrapper.record_messages, part.get(_NOTES, {})) for wrapper, part in parts]
@@ -455,7 +456,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
     @property
     def _optim_wrappers(self) -> dict[str, TrainerOptimWrapper]:
-        return _by_name(getattr(self, "optim_wrapper", None))
+        return _mmengine_wrappers_by_name(getattr(self, "optim_wrapper", None))
 
     def _wrapper(self) -> Any:
         trainers = {name: one.optimizer for name, one in self._optim_wrappers.items()}
@@ -470,19 +471,23 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
                 dist.destroy_process_group()
 
 
-def _by_name(built: Any) -> dict[str, Any]:
+KVStoreStrategy = MMEngineStrategy
+"""The former name of `MMEngineStrategy`; `type="KVStoreStrategy"` names it, too."""
+
+
+def _mmengine_wrappers_by_name(built: Any) -> dict[str, Any]:
     """Return all wrappers by name; a single one has the name ''."""
     if built is None:
         return {}
     return dict(built.items()) if isinstance(built, OptimWrapperDict) else {"": built}
 
 
-def _states_of_wrapper(states: Any, name: str) -> Any:
+def _states_of_mmengine_wrapper(states: Any, name: str) -> Any:
     """Return one wrapper's part of states, or all of it for a single one, which is named ''."""
     return states.get(name, {}) if name else states
 
 
-def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
+def _mmengine_group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in cfg.items() if name != "init_backend"}
     if options.get("backend") == "nccl":
         del options["backend"]
@@ -494,7 +499,7 @@ def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
 # Values of hooks as tensors and plain values, so that checkpoints are read without running code.
 
 
-def encode_value(value: Any) -> Any:
+def encode_mmengine_value(value: Any) -> Any:
     """Replace HistoryBuffers, arrays, tuples and Counters by plain dicts. Other values stay as they are."""
     if isinstance(value, HistoryBuffer):
         log, counts = (torch.from_numpy(np.array(one, dtype=np.float64)) for one in value.data)
@@ -506,16 +511,16 @@ def encode_value(value: Any) -> Any:
     if isinstance(value, Counter):
         return {_MARK: "counter", "values": dict(value)}
     if isinstance(value, Mapping):
-        return {key: encode_value(one) for key, one in value.items()}
+        return {key: encode_mmengine_value(one) for key, one in value.items()}
     if isinstance(value, tuple):
-        return {_MARK: "tuple", "values": [encode_value(one) for one in value]}
-    return [encode_value(one) for one in value] if isinstance(value, list) else value
+        return {_MARK: "tuple", "values": [encode_mmengine_value(one) for one in value]}
+    return [encode_mmengine_value(one) for one in value] if isinstance(value, list) else value
 
 
-def decode_value(value: Any) -> Any:
-    """Inverse of `encode_value`: rebuilds histories, arrays, counters and tuples in a nested value."""
+def decode_mmengine_value(value: Any) -> Any:
+    """Inverse of `encode_mmengine_value`: rebuilds histories, arrays, counters and tuples in a nested value."""
     if isinstance(value, list):
-        return [decode_value(one) for one in value]
+        return [decode_mmengine_value(one) for one in value]
     if not isinstance(value, Mapping):
         return value
     kind = value.get(_MARK)
@@ -526,17 +531,17 @@ def decode_value(value: Any) -> Any:
     if kind == "counter":
         return Counter(value["values"])
     if kind == "tuple":
-        return tuple(decode_value(one) for one in value["values"])
-    return {key: decode_value(one) for key, one in value.items()}
+        return tuple(decode_mmengine_value(one) for one in value["values"])
+    return {key: decode_mmengine_value(one) for key, one in value.items()}
 
 
-def encode_what_can_be(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+def encode_mmengine_entries(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Encode the entries of a dict. Those that a checkpoint cannot hold are left out with a warning."""
     found = {}
     for key, one in value.items():
-        encoded = encode_value(one)
+        encoded = encode_mmengine_value(one)
         try:
-            plain_copy({key: encoded}, where)
+            plain_checkpoint_copy({key: encoded}, where)
         except ConfigurationError as error:
             _log.warning("left out of the checkpoint: %s", error)
         else:
@@ -544,18 +549,22 @@ def encode_what_can_be(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def encode_checkpoint(checkpoint: dict[str, Any]) -> None:
+def encode_mmengine_checkpoint(checkpoint: dict[str, Any]) -> None:
     """Encode what mmengine's runner and hooks put into a checkpoint, in place."""
     hub = checkpoint.get("message_hub")
     if isinstance(hub, Mapping):
-        parts = {name: encode_what_can_be(part, f"message_hub[{name!r}]") for name, part in hub.items()}
+        parts = {name: encode_mmengine_entries(part, f"message_hub[{name!r}]") for name, part in hub.items()}
         kept = set().union(*(parts.get(name, {}) for name in ("log_scalars", "runtime_info")))
         marks = {name: mark for name, mark in parts.get("resumed_keys", {}).items() if name in kept}
         checkpoint["message_hub"] = {**parts, "resumed_keys": marks}
     if isinstance(checkpoint.get("meta"), Mapping):
-        checkpoint["meta"] = encode_what_can_be(checkpoint["meta"], "meta")
+        checkpoint["meta"] = encode_mmengine_entries(checkpoint["meta"], "meta")
     checkpoint.update(
-        {name: encode_value(one) for name, one in checkpoint.items() if name not in ("message_hub", "meta")}
+        {
+            name: encode_mmengine_value(one)
+            for name, one in checkpoint.items()
+            if name not in ("message_hub", "meta")
+        }
     )
 
 
@@ -568,10 +577,10 @@ def mmengine_globals() -> AbstractContextManager[Any]:
     multiarray: Any = (getattr(np, "_core", None) or np.core).multiarray
     numbers = [type(np.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")]
     types = [HistoryBuffer, np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar, *numbers]
-    return torch.serialization.safe_globals([*types, (_statistic_of, "builtins.getattr")])
+    return torch.serialization.safe_globals([*types, (_mmengine_statistic, "builtins.getattr")])
 
 
-def _statistic_of(owner: Any, name: str) -> Any:
+def _mmengine_statistic(owner: Any, name: str) -> Any:
     if owner is not HistoryBuffer or name not in _STATISTICS:
         raise pickle.UnpicklingError(f"the file asks for {name!r:.80} of {owner!r:.80}")
     return getattr(HistoryBuffer, name)

@@ -23,7 +23,7 @@ from typing import Any
 from kvtrainer.common.env import Topology, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import guard_import
-from kvtrainer.jobs.cluster import ClusterProcesses, start_servers
+from kvtrainer.jobs.cluster import ClusterProcesses, start_cluster_servers
 from kvtrainer.jobs.job import JobTimeouts
 from kvtrainer.jobs.processes import server_command
 
@@ -69,7 +69,7 @@ class KVStoreConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Backend]:
-        return KVStoreBackend
+        return RayBackend
 
 
 class KVTrainer(DataParallelTrainer):  # type: ignore[misc]
@@ -107,7 +107,7 @@ class KVTrainer(DataParallelTrainer):  # type: ignore[misc]
         super().__init__(train_loop_per_worker, backend_config=config, **options)
 
 
-class KVStoreBackend(Backend):  # type: ignore[misc]
+class RayBackend(Backend):  # type: ignore[misc]
     """Starts servers as actors in a placement group, and tells the workers their addresses."""
 
     _placement: Any = None
@@ -145,7 +145,7 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
                 f"{config.start_timeout:g} s, beside the workers; ask for less with "
                 "KVStoreConfig(resources_per_server=…)"
             )
-        actor = ray.remote(KVServer)
+        actor = ray.remote(RayServer)
         self._servers = [
             actor.options(
                 num_cpus=0,
@@ -159,7 +159,7 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
 
     def _tell_workers(self, worker_group: Any, config: KVStoreConfig) -> None:
         """Make the servers listen where all workers reach them, and publish their addresses."""
-        of_workers = worker_group.execute(_node_address)
+        of_workers = worker_group.execute(_ray_node_address)
         hosts = {*of_workers, *ray.get([server.host.remote() for server in self._servers])}
         if len(hosts) > 1 and not config.allow_public_bind:
             raise ConfigurationError(
@@ -171,11 +171,11 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
         told = []
         for rank, host in enumerate(of_workers):
             place = Topology(rank, len(of_workers), servers).as_variables(of_workers[:rank].count(host))
-            told.append(worker_group.execute_single_async(rank, _set_environment, place))
+            told.append(worker_group.execute_single_async(rank, _set_ray_environment, place))
         ray.get(told)
 
 
-class KVServer:
+class RayServer:
     """An actor that owns one server process, which ends with the actor."""
 
     def __init__(self, index: int) -> None:
@@ -183,19 +183,19 @@ class KVServer:
         self._group = ClusterProcesses(JobTimeouts.grace, threading.Condition())
 
     def host(self) -> str:
-        return _node_address()
+        return _ray_node_address()
 
     def listen(self, config: KVStoreConfig, is_public: bool) -> str:
-        bind = tcp_address(_node_address() if is_public else "127.0.0.1", 0)
+        bind = tcp_address(_ray_node_address() if is_public else "127.0.0.1", 0)
         flags = ["--bind", bind, *(["--allow-public-bind"] if is_public else []), *config.server_args]
         command = server_command(self._index, config.num_servers, JobTimeouts.grace, flags, config.restart)
-        [address] = start_servers(self._group, {self._index: command}, config.start_timeout)
+        [address] = start_cluster_servers(self._group, {self._index: command}, config.start_timeout)
         return address
 
 
-def _node_address() -> str:
+def _ray_node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _set_environment(place: dict[str, str]) -> None:
+def _set_ray_environment(place: dict[str, str]) -> None:
     os.environ.update(place)

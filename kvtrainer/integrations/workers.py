@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from kvtrainer.amp import GradScaler
-from kvtrainer.common.env import host_towards, local_rank, name_host, read_servers
+from kvtrainer.common.env import host_towards, local_rank_from_env, name_host, read_servers_from_env
 from kvtrainer.config import wrapper_arguments
 from kvtrainer.errors import ConfigurationError, WorkerLostError
 from kvtrainer.kvstore import create
@@ -46,9 +46,9 @@ class Workers:
         self._agreement = agreement_of(self.store)
         self.rank, self.size = self._agreement.rank, self._agreement.size
         self._limits: WeakKeyDictionary[Trainer, Limit] = WeakKeyDictionary()
-        become_ranks(self._agreement, self.store, environment.processes_of_job(os.environ))
-        place, self.local_size = place_on_host(self._agreement)
-        self.local_rank = local_rank(os.environ, place)
+        make_workers_ranks(self._agreement, self.store, environment.processes_of_job(os.environ))
+        place, self.local_size = place_worker_on_host(self._agreement)
+        self.local_rank = local_rank_from_env(os.environ, place)
         """Rank among the `local_size` workers of this host, as the launcher gives it if it does."""
 
     def share(self, module: nn.Module) -> None:
@@ -58,7 +58,7 @@ class Workers:
 
     def share_buffers(self, module: nn.Module) -> None:
         """Copy rank 0's buffers, such as those of BatchNorm, to every worker, if they differ. Collective."""
-        self.share(_Buffers(module))
+        self.share(_WorkerBuffers(module))
 
     def trainer_of(self, optimizer: optim.Optimizer, model: nn.Module, **options: Any) -> Trainer:
         """Return a Trainer over the store for a torch optimizer. A Trainer is returned unchanged.
@@ -95,14 +95,14 @@ class Workers:
             self._limits[trainer] = clip_grad
 
 
-class _Buffers(nn.Module):
+class _WorkerBuffers(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         for at, buffer in enumerate(module.buffers()):
             self.register_buffer(str(at), buffer)
 
 
-def place_on_host(agreement: Agreement) -> tuple[int, int]:
+def place_worker_on_host(agreement: Agreement) -> tuple[int, int]:
     """Return this worker's rank on its host and the number of workers there. Collective."""
     try:
         mine = name_host().encode()
@@ -112,7 +112,7 @@ def place_on_host(agreement: Agreement) -> tuple[int, int]:
     return here.index(agreement.rank), len(here)
 
 
-def become_ranks(
+def make_workers_ranks(
     agreement: Agreement,
     kvstore: str | KVStoreBase | None,
     processes: int,
@@ -136,8 +136,8 @@ def become_ranks(
             "same data and write the same files; use 'dist_sync'"
         )
     if agreement.size > 1 and not dist.is_initialized():
-        servers = getattr(kvstore, "servers", None) or read_servers(os.environ)
-        _make_group(agreement, servers or ("tcp://127.0.0.1:1",), options or {})
+        servers = getattr(kvstore, "servers", None) or read_servers_from_env(os.environ)
+        _make_group_of_workers(agreement, servers or ("tcp://127.0.0.1:1",), options or {})
     place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if place != (agreement.rank, agreement.size):
         raise ConfigurationError(
@@ -146,7 +146,7 @@ def become_ranks(
         )
 
 
-def _make_group(agreement: Agreement, servers: Sequence[str], options: Mapping[str, Any]) -> None:
+def _make_group_of_workers(agreement: Agreement, servers: Sequence[str], options: Mapping[str, Any]) -> None:
     """Create the group. Rank 0 listens on its address towards the servers, and tells it over the store."""
     # 1. Tell where rank 0 listens. A process that was started again is told what its predecessor said.
     listener, told = None, os.urandom(16)
@@ -181,7 +181,7 @@ def _make_group(agreement: Agreement, servers: Sequence[str], options: Mapping[s
     )
 
 
-def scaler_like(scaler: torch.amp.GradScaler) -> GradScaler:
+def scaler_for_workers(scaler: torch.amp.GradScaler) -> GradScaler:
     """Return a scaler with the same settings for Trainers, which checks all workers."""
     return GradScaler(
         scaler._device,

@@ -39,13 +39,13 @@ from kvtrainer.errors import (
     ConnectTimeoutError,
     WorkerTraceback,
 )
-from kvtrainer.jobs.guardian import GUARDIAN_DIES, end_with_parent, marked_environment
+from kvtrainer.jobs.guardian import GUARDIAN_DIES, end_with_parent, guarded_environment
 from kvtrainer.jobs.job import JobTimeouts
 from kvtrainer.jobs.processes import (
     LAST_OUTPUT_WAIT,
-    Addresses,
-    Child,
-    Events,
+    ChildProcess,
+    ProcessAddresses,
+    ProcessEvents,
     ProcessGroup,
     Put,
     inherited_environment,
@@ -151,7 +151,7 @@ class LocalCluster:
             ConfigurationError: The function or an argument cannot be pickled, or the cluster is closed.
             ConcurrentCallError: Another thread is in `run`.
         """
-        packed = pack_call(function, args, kwargs)
+        packed = pack_cluster_call(function, args, kwargs)
         if not self._running.acquire(blocking=False):
             raise ConcurrentCallError("the cluster is in a run that another thread has started")
         try:
@@ -183,7 +183,7 @@ class LocalCluster:
             index: server_command(index, count, grace, flags, self._restart) for index in range(count)
         }
         try:
-            self.servers = start_servers(group, commands, self._limits.start)
+            self.servers = start_cluster_servers(group, commands, self._limits.start)
         except BaseException:
             self._end()
             raise
@@ -195,7 +195,7 @@ class LocalCluster:
             group.close()
 
     def _run(self, servers: ClusterProcesses, packed: bytes) -> list[Any]:
-        code = MemFile()
+        code = ClusterMemFile()
         group = ClusterProcesses(self._limits.grace, self._changed)
         topology = Topology(0, self.num_workers, self.servers, self._elastic)
         workers = _ClusterWorkers(group, topology, code, self._restart)
@@ -212,14 +212,14 @@ class LocalCluster:
             code.close()
         # 2. Raise what failed, or return the results.
         if failed:
-            raise _error_of_run(failed, workers.children, outcomes)
+            raise _cluster_run_error(failed, workers.children, outcomes)
         return workers.results(outcomes)
 
     def _wait(
         self, servers: ClusterProcesses, group: ClusterProcesses, workers: _ClusterWorkers
-    ) -> list[Child]:
+    ) -> list[ChildProcess]:
         """Wait until all workers are done or some process fails. Return those that failed first, usually one."""
-        failed: list[Child] = []
+        failed: list[ChildProcess] = []
 
         def is_decided() -> bool:
             if not (servers.ensure_guardian() and group.ensure_guardian()):
@@ -238,7 +238,9 @@ class LocalCluster:
 class _ClusterWorkers:
     """The workers of one run, by rank; each is started again when it fails, as often as is allowed."""
 
-    def __init__(self, group: ClusterProcesses, topology: Topology, code: MemFile, restart: int) -> None:
+    def __init__(
+        self, group: ClusterProcesses, topology: Topology, code: ClusterMemFile, restart: int
+    ) -> None:
         count = topology.num_workers
         self._group = group
         self._topology = topology
@@ -247,8 +249,8 @@ class _ClusterWorkers:
         """The ranks that the run goes on without."""
         self._restarted = RestartedRanks(count, restart)
         self._memories = WorkerMemories(count if restart else 0)
-        self._papers = [MemFile() for _ in range(count)]
-        self.children: list[Child] = []
+        self._papers = [ClusterMemFile() for _ in range(count)]
+        self.children: list[ChildProcess] = []
 
     @property
     def are_done(self) -> bool:
@@ -258,11 +260,11 @@ class _ClusterWorkers:
         for rank in range(self._topology.num_workers):
             self.children.append(self._start(rank))
 
-    def look(self, now: float) -> list[Child]:
+    def look(self, now: float) -> list[ChildProcess]:
         """Start again those whose wait is over. Return the workers that ended before their work was done, for good."""
         for rank in self._restarted.take_due(now):
             self._papers[rank].close()
-            self._papers[rank] = MemFile()
+            self._papers[rank] = ClusterMemFile()
             self.children[rank] = self._start(rank)
         ended = [
             (rank, child)
@@ -273,10 +275,10 @@ class _ClusterWorkers:
         ]
         return [child for rank, child in ended if self._has_failed(rank, child, now)]
 
-    def outcomes(self) -> list[CallResult | None]:
-        return [unpack_outcome(paper.read()) for paper in self._papers]
+    def outcomes(self) -> list[ClusterCallResult | None]:
+        return [unpack_cluster_outcome(paper.read()) for paper in self._papers]
 
-    def results(self, outcomes: Sequence[CallResult | None]) -> list[Any]:
+    def results(self, outcomes: Sequence[ClusterCallResult | None]) -> list[Any]:
         return [one.value for rank, one in enumerate(outcomes) if one is not None and rank not in self._lost]
 
     def close(self) -> None:
@@ -284,7 +286,7 @@ class _ClusterWorkers:
             paper.close()
         self._memories.close()
 
-    def _start(self, rank: int) -> Child:
+    def _start(self, rank: int) -> ChildProcess:
         place = replace(self._topology, rank=rank).as_variables(rank) | self._restarted.environment(rank)
         place |= self._memories.environment(rank)
         fds = self._code.fd, self._papers[rank].fd
@@ -293,7 +295,7 @@ class _ClusterWorkers:
         inherited = *fds, *self._memories.descriptors(rank)
         return self._group.start("worker", rank, command, place, share=share, pass_fds=inherited)
 
-    def _has_failed(self, rank: int, child: Child, now: float) -> bool:
+    def _has_failed(self, rank: int, child: ChildProcess, now: float) -> bool:
         """Return whether a worker that has ended is not done, and will not be; count its death otherwise."""
         assert child.returncode is not None
         death = None
@@ -307,7 +309,7 @@ class _ClusterWorkers:
                 return True
             text += f"; the run goes on with {self._topology.num_workers - len(self._lost)} workers"
         child.end_session()
-        print_line(2, "local_cluster: ", text.encode())
+        print_cluster_line(2, "local_cluster: ", text.encode())
         return False
 
     def _goes_on_without(self, rank: int) -> bool:
@@ -319,15 +321,19 @@ class _ClusterWorkers:
         return True
 
 
-def _error_of_run(
-    failed: Sequence[Child], workers: Sequence[Child], outcomes: Sequence[CallResult | None]
+def _cluster_run_error(
+    failed: Sequence[ChildProcess],
+    workers: Sequence[ChildProcess],
+    outcomes: Sequence[ClusterCallResult | None],
 ) -> Exception:
     """Return the error of a failed run, with a worker's traceback as its cause if there is one."""
     told = {rank: one for rank, one in enumerate(outcomes) if one is not None and one.trace}
     order = sorted(told, key=lambda rank: told[rank].at)
     silent = [child for child in failed if child not in [workers[rank] for rank in order]]
     error: Exception = ClusterError(
-        _describe_end(silent[0], "before its work was done") if silent else f"worker {order[0]} failed"
+        _describe_cluster_end(silent[0], "before its work was done")
+        if silent
+        else f"worker {order[0]} failed"
     )
     if not order:
         return error
@@ -340,7 +346,7 @@ def _error_of_run(
     return error
 
 
-class CallResult(NamedTuple):
+class ClusterCallResult(NamedTuple):
     """The result of a call in a worker."""
 
     at: float
@@ -352,7 +358,7 @@ class CallResult(NamedTuple):
     """The traceback of the exception; empty if the call returned."""
 
 
-class MemFile:
+class ClusterMemFile:
     """A memfd that one process writes once and another reads."""
 
     def __init__(self, fd: int | None = None) -> None:
@@ -376,11 +382,11 @@ class MemFile:
         os.close(self.fd)
 
 
-def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pack_cluster_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Pickle a call for `main`. Raises ArgumentTypeError if it is not callable, ConfigurationError if not picklable."""
     if not callable(function):
         raise ArgumentTypeError(f"workers run a function, got {function!r:.80}")
-    dumps = _find_cloudpickle()
+    dumps = _find_cloudpickle_for_cluster()
     name = getattr(function, "__qualname__", "")
     if dumps is None and (getattr(function, "__module__", "") == "__main__" or "<" in name):
         raise ConfigurationError(
@@ -396,15 +402,15 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return pickle.dumps((sys.path, call))
 
 
-def unpack_outcome(told: bytes) -> CallResult | None:
+def unpack_cluster_outcome(told: bytes) -> ClusterCallResult | None:
     """Return what a worker has written, or None. Raises ClusterError if it cannot be unpickled here."""
     try:
-        return CallResult(*pickle.loads(told)) if told else None
+        return ClusterCallResult(*pickle.loads(told)) if told else None
     except Exception as error:
         raise ClusterError(f"what a worker returned cannot be unpacked here: {error!r}") from error
 
 
-def _find_cloudpickle() -> Callable[[Any], bytes] | None:
+def _find_cloudpickle_for_cluster() -> Callable[[Any], bytes] | None:
     try:
         import cloudpickle
     except ImportError:
@@ -416,9 +422,9 @@ def _find_cloudpickle() -> Callable[[Any], bytes] | None:
 def main(code: int, outcome: int) -> int:
     """Run the pickled call of one descriptor, and write its result to the other. Return an exit code."""
     end_with_parent(os.getppid())()
-    told, value, failure, trace = MemFile(outcome), None, None, ""
+    told, value, failure, trace = ClusterMemFile(outcome), None, None, ""
     try:
-        sys.path[:], call = pickle.loads(MemFile(code).read())
+        sys.path[:], call = pickle.loads(ClusterMemFile(code).read())
         function, args, kwargs = pickle.loads(call)
         value = function(*args, **kwargs)
     except BaseException as error:
@@ -427,16 +433,16 @@ def main(code: int, outcome: int) -> int:
         trace = "".join(traceback.format_exception(error))
     at = time.monotonic()
     try:
-        told.write(_pickle_outcome(CallResult(at, value, failure, trace)))
+        told.write(_pickle_cluster_outcome(ClusterCallResult(at, value, failure, trace)))
     except Exception as error:
         text = f"what the worker returned cannot be packed: {error}"
-        told.write(pickle.dumps(tuple(CallResult(at, None, None, text))))
+        told.write(pickle.dumps(tuple(ClusterCallResult(at, None, None, text))))
         return 1
     return 1 if trace else 0
 
 
-def _pickle_outcome(outcome: CallResult) -> bytes:
-    dumps = _find_cloudpickle() or pickle.dumps
+def _pickle_cluster_outcome(outcome: ClusterCallResult) -> bytes:
+    dumps = _find_cloudpickle_for_cluster() or pickle.dumps
     error = outcome.error
     try:
         is_whole = isinstance(error, Exception) and type(pickle.loads(dumps(error))) is type(error)
@@ -448,7 +454,7 @@ def _pickle_outcome(outcome: CallResult) -> bytes:
 # ---------------------------------------------------------------- its processes
 
 
-def print_line(target: int, tag: str, line: bytes) -> None:
+def print_cluster_line(target: int, tag: str, line: bytes) -> None:
     """Write a line to the program's current output, which in a notebook is not a file descriptor."""
     stream = sys.stdout if target == 1 else sys.stderr
     # Processes must not block because nothing reads their output any more.
@@ -461,7 +467,7 @@ class ClusterProcesses(ProcessGroup):
     """Processes whose event loop runs in a thread. Notifies `changed` when one may have changed, and every second."""
 
     def __init__(self, grace: float, changed: threading.Condition) -> None:
-        super().__init__(Events(), grace)
+        super().__init__(ProcessEvents(), grace)
         self._changed = changed
         self._is_closed = False
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -473,13 +479,13 @@ class ClusterProcesses(ProcessGroup):
         index: int,
         command: Sequence[str],
         place: Mapping[str, str],
-        put: Put = print_line,
+        put: Put = print_cluster_line,
         share: int = 0,
         pass_fds: Sequence[int] = (),
-    ) -> Child:
+    ) -> ChildProcess:
         """Start a process. `place` is added to this program's environment, and `share` divides the CPU cores."""
-        environ = marked_environment({**inherited_environment(os.environ), **place}, self.mark, share)
-        child = Child(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
+        environ = guarded_environment({**inherited_environment(os.environ), **place}, self.mark, share)
+        child = ChildProcess(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
         self.add(child)
         self._notice_end_of(child.process.pid)
         return child
@@ -526,7 +532,7 @@ class ClusterProcesses(ProcessGroup):
         self._events.child_changed = True
 
 
-def start_servers(
+def start_cluster_servers(
     group: ClusterProcesses, commands: Mapping[int, Sequence[str]], seconds: float
 ) -> tuple[str, ...]:
     """Start servers, given the command of each index, and return their addresses once all listen.
@@ -535,25 +541,25 @@ def start_servers(
         ClusterError: A server ended before it listened. Its output says why.
         ConnectTimeoutError: A server did not listen within `seconds`.
     """
-    addresses = Addresses(print_line)
+    addresses = ProcessAddresses(print_cluster_line)
     for index, command in commands.items():
         group.start("server", index, command, {}, addresses.put_of(index))
     servers = dict(zip(commands, group.children, strict=True))
 
-    def silent() -> list[Child]:
+    def silent() -> list[ChildProcess]:
         return [servers[index] for index in commands if index not in addresses.found]
 
     group.wait(lambda: not silent() or any(server.returncode is not None for server in silent()), seconds)
     for server in sorted(silent(), key=lambda server: server.returncode is None):
         if server.returncode is not None:
-            raise ClusterError(_describe_end(server, "before it listened"))
+            raise ClusterError(_describe_cluster_end(server, "before it listened"))
         raise ConnectTimeoutError(
             f"{server.name} did not listen in time; raise the limit with start_timeout="
         )
     return tuple(parse_address(addresses.found[index]) for index in commands)
 
 
-def _describe_end(child: Child, when: str) -> str:
+def _describe_cluster_end(child: ChildProcess, when: str) -> str:
     """Describe the end of a process that left no error of its own."""
     cause = ", as the system does when memory runs out" if child.returncode == -signal.SIGKILL else ""
     return f"{child.describe_exit()} {when}{cause}"

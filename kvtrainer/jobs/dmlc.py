@@ -3,8 +3,8 @@
 A scheduler or server does its work at the point where the script creates its store, and then exits; the rest of the
 script is for workers. Importing this module has no effect.
 
-A worker or server asks the scheduler again and again until the answer is no longer Pending (`SchedulerClient.ask`); the
-rules of this exchange are in `kvtrainer.jobs.scheduler`. It uses the protocol of the servers. A worker then opens a
+A worker or server asks the scheduler again and again until the answer is no longer Pending (`DmlcSchedulerClient.ask`);
+the rules of this exchange are in `kvtrainer.jobs.scheduler`. It uses the protocol of the servers. A worker then opens a
 session with every server, in a namespace that only shows which worker processes are alive. A server runs as the command
 line does, and stops once all workers of that namespace have left or are silent for too long.
 
@@ -42,7 +42,7 @@ from kvstore_server.log_limit import limited_log
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
-from kvstore_server.transport.tcp import routing_id
+from kvstore_server.transport.tcp import tcp_routing_id
 from kvtrainer.client.connection import Connection
 from kvtrainer.client.session import Session, SessionOptions
 from kvtrainer.common import env
@@ -88,24 +88,27 @@ def read_dmlc(environ: Mapping[str, str]) -> DmlcJob | None:
         return None
     if role not in _RANKS:
         raise ConfigurationError(f"{env.ROLE} is {role!r}; it must be {SCHEDULER}, {SERVER} or {WORKER}")
-    host, port = _read_required(environ, "DMLC_PS_ROOT_URI"), _read_required(environ, "DMLC_PS_ROOT_PORT")
+    host, port = (
+        _read_dmlc_variable(environ, "DMLC_PS_ROOT_URI"),
+        _read_dmlc_variable(environ, "DMLC_PS_ROOT_PORT"),
+    )
     root = env.parse_address(f"{host}:{port}")
     counts = {
-        WORKER: _read_count(environ, "DMLC_NUM_WORKER"),
-        SERVER: _read_count(environ, "DMLC_NUM_SERVER"),
+        WORKER: _read_dmlc_count(environ, "DMLC_NUM_WORKER"),
+        SERVER: _read_dmlc_count(environ, "DMLC_NUM_SERVER"),
     }
-    rank = _read_first_number(environ, _RANKS[role])
+    rank = _read_first_dmlc_number(environ, _RANKS[role])
     if rank is not None and not 0 <= rank[1] < counts[role]:
         raise ConfigurationError(
             f"{rank[0]} is {rank[1]}; a job with {counts[role]} {role}s numbers them 0..{counts[role] - 1}"
         )
-    task = _read_first_number(environ, (_TASK,)) if role != SCHEDULER else None
+    task = _read_first_dmlc_number(environ, (_TASK,)) if role != SCHEDULER else None
     numbers = rank and rank[1], task and task[1]
     node_host = env.text_of(environ, "DMLC_NODE_HOST")
     return DmlcJob(role, root, counts[WORKER], counts[SERVER], *numbers, node_host)
 
 
-def _read_required(environ: Mapping[str, str], name: str) -> str:
+def _read_dmlc_variable(environ: Mapping[str, str], name: str) -> str:
     text = env.text_of(environ, name)
     if not text:
         raise ConfigurationError(
@@ -116,14 +119,14 @@ def _read_required(environ: Mapping[str, str], name: str) -> str:
     return text
 
 
-def _read_count(environ: Mapping[str, str], name: str) -> int:
-    count = env.as_int(_read_required(environ, name), name)
+def _read_dmlc_count(environ: Mapping[str, str], name: str) -> int:
+    count = env.as_int(_read_dmlc_variable(environ, name), name)
     if not 1 <= count <= MAX_PROCESSES:
         raise ConfigurationError(f"{name} is {count}; it must lie in 1..{MAX_PROCESSES}")
     return count
 
 
-def _read_first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
+def _read_first_dmlc_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
     return next(
         ((name, env.as_int(text, name)) for name in names if (text := env.text_of(environ, name))), None
     )
@@ -142,13 +145,13 @@ def find_dmlc_topology(
 ) -> env.Topology:
     """Play the role of this process and return a worker's topology; see `kvtrainer.jobs.topology`."""
     serve_dmlc_role(environ, rank, servers, connect_timeout, dead_after)
-    job = read_dmlc(environ) if env.read_servers(environ, servers) is None else None
+    job = read_dmlc(environ) if env.read_servers_from_env(environ, servers) is None else None
     if job is None or job.role != WORKER:
-        return env.read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
-    own = _claimed_rank(environ, job, rank, num_workers)
+        return env.read_topology_from_env(environ, rank=rank, num_workers=num_workers, servers=servers)
+    own = _claimed_dmlc_rank(environ, job, rank, num_workers)
     topology = _joined.get((os.getpid(), job.root))
     if topology is None:
-        topology = _join_job(job, own, *_read_timeouts(environ, connect_timeout, dead_after))
+        topology = _join_dmlc_job(job, own, *_read_dmlc_timeouts(environ, connect_timeout, dead_after))
         _joined[os.getpid(), job.root] = topology
     if own is not None and own != topology.rank:
         raise ConfigurationError(
@@ -169,21 +172,21 @@ def serve_dmlc_role(
         return
     job = read_dmlc(environ)
     assert job is not None
-    if env.read_servers(environ, servers) is not None:
+    if env.read_servers_from_env(environ, servers) is not None:
         raise ConfigurationError(
             f"{env.ROLE} is {job.role!r}, but {env.SERVERS} or servers= names servers that are running already; unset "
             "one of them"
         )
-    limits = _read_timeouts(environ, connect_timeout, dead_after)
+    limits = _read_dmlc_timeouts(environ, connect_timeout, dead_after)
     if job.role == SCHEDULER:
-        _run_scheduler(job, *limits)
-    _run_server(environ, job, *limits)
+        _run_dmlc_scheduler(job, *limits)
+    _run_dmlc_server(environ, job, *limits)
 
 
-def _run_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
+def _run_dmlc_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
     scheduler = Scheduler(job.num_workers, job.num_servers, timeout, dead_after, time.monotonic())
     # The launcher chose this address so that other hosts can reach it, so it may be public.
-    server = Server(scheduler, ServerOptions(_numeric_address(job.root), drain_timeout=dead_after))
+    server = Server(scheduler, ServerOptions(_numeric_dmlc_address(job.root), drain_timeout=dead_after))
     server.stop_when(scheduler.is_over)
     try:
         with limited_log():
@@ -195,8 +198,8 @@ def _run_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
     raise SystemExit(0)
 
 
-def _run_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
-    client = SchedulerClient(job.root)
+def _run_dmlc_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
+    client = DmlcSchedulerClient(job.root)
     failures: list[KVStoreError] = []
 
     # Called once the server listens: waits for the other servers, then watches the workers.
@@ -209,13 +212,13 @@ def _run_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_a
             server.request_stop()
             return
         assert isinstance(server.service, Engine)
-        workers = _Workers(server.service, job.num_workers, dead_after, time.monotonic())
+        workers = _DmlcWorkers(server.service, job.num_workers, dead_after, time.monotonic())
         server.stop_when(workers.are_gone)
 
     # 1. Join the job, which assigns the rank.
     try:
-        told = client.ask(_join_message(job, job.rank), timeout)
-        host = _host_of_server(environ, job, bool(told["is_one_machine"]))
+        told = client.ask(_dmlc_join_message(job, job.rank), timeout)
+        host = _dmlc_server_host(environ, job, bool(told["is_one_machine"]))
         # 2. Serve until the workers are gone. A server that fails has logged the reason.
         flags = ["--index", str(told["rank"]), "--num-servers", str(job.num_servers)]
         flags += ["--bind", env.tcp_address(host, 0), "--dead-after", str(dead_after)]
@@ -232,7 +235,7 @@ def _run_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_a
     raise SystemExit(code)
 
 
-class _Workers:
+class _DmlcWorkers:
     """Watches a job's workers as members of a namespace, in which the server itself takes a seat to keep it alive."""
 
     def __init__(self, engine: Engine, num_workers: int, dead_after: float, now: float) -> None:
@@ -240,11 +243,11 @@ class _Workers:
         self._num_workers = num_workers
         self._dead_after = dead_after
         self._began = now
-        self._socket = routing_id()
+        self._socket = tcp_routing_id()
         config = engine.config
         hello = m.Hello(
             _GROUP, num_workers, num_workers + 1, config.server, config.num_servers, config.capability, "the server",
-            routing_id(), (self._socket,),
+            tcp_routing_id(), (self._socket,),
         )  # fmt: skip
         [welcome] = engine.handle(self._socket, m.Request(0, 0, 1, hello), now)
         assert isinstance(welcome.reply.body, m.Welcome)
@@ -263,12 +266,12 @@ class _Workers:
 _joined: dict[tuple[int, str], env.Topology] = {}
 
 
-def _join_job(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> env.Topology:
+def _join_dmlc_job(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> env.Topology:
     """Join the job, and show the scheduler and servers that this process is alive until it ends."""
-    client = SchedulerClient(job.root)
+    client = DmlcSchedulerClient(job.root)
     servers: Session | None = None
     try:
-        told = client.ask(_join_message(job, rank), timeout)
+        told = client.ask(_dmlc_join_message(job, rank), timeout)
         client.start_heartbeats(int(told["session"]))
         topology = env.Topology(
             int(told["rank"]), job.num_workers, tuple(map(env.parse_address, told["servers"]))
@@ -286,24 +289,24 @@ def _join_job(job: DmlcJob, rank: int | None, timeout: float, dead_after: float)
         client.close()
         raise
     # Runs at exit after the stores, which are younger, have left the servers.
-    weakref.finalize(servers, _leave_job, client, servers)
+    weakref.finalize(servers, _leave_dmlc_job, client, servers)
     return topology
 
 
-def _leave_job(client: SchedulerClient, servers: Session) -> None:
+def _leave_dmlc_job(client: DmlcSchedulerClient, servers: Session) -> None:
     servers.close("its process ended", is_clean=True)
     client.leave()
     client.close()
 
 
-class SchedulerClient:
+class DmlcSchedulerClient:
     """A process's connection to the scheduler of its job."""
 
     def __init__(self, root: str) -> None:
         self._root = root
         # The name may become resolvable while this waits.
         with suppress(ConfigurationError):
-            root = _numeric_address(root)
+            root = _numeric_dmlc_address(root)
         self._connection = Connection([root], transport="tcp")
         self._number = 0
         self._session = 0
@@ -383,14 +386,14 @@ class SchedulerClient:
         return got[1].body if got is not None and got[1].number in (0, self._number) else None
 
 
-def _join_message(job: DmlcJob, rank: int | None) -> m.JoinJob:
+def _dmlc_join_message(job: DmlcJob, rank: int | None) -> m.JoinJob:
     own, task = (-1 if number is None else number for number in (rank, job.task))
     counts = job.num_workers, job.num_servers
     host = (job.node_host or socket.gethostname())[:255]
     return m.JoinJob(job.role, *counts, own, task, host, _process_start_time(), os.getpid(), env.name_host())
 
 
-def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bool) -> str:
+def _dmlc_server_host(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bool) -> str:
     """Choose where a server listens: loopback if that is enough, else the launcher's address, if that is allowed."""
     if is_one_machine:
         return "127.0.0.1"
@@ -404,12 +407,12 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
     return host
 
 
-def _numeric_address(address: str) -> str:
+def _numeric_dmlc_address(address: str) -> str:
     parts = urlsplit(address)
     return env.tcp_address(env.numeric_host(parts.hostname or ""), parts.port or 0)
 
 
-def _claimed_rank(
+def _claimed_dmlc_rank(
     environ: Mapping[str, str], job: DmlcJob, rank: int | None, num_workers: int | None
 ) -> int | None:
     """Return the rank that this worker must have, or None if the scheduler chooses. Checks for contradictions."""
@@ -419,7 +422,7 @@ def _claimed_rank(
     numbers = {env.NUM_WORKERS: str(job.num_workers), **ours}
     if rank is None and env.RANK not in ours:
         numbers[env.RANK] = "0" if job.rank is None else str(job.rank)
-    own, count = env.read_place(numbers, rank, num_workers)
+    own, count = env.read_place_from_env(numbers, rank, num_workers)
     if count != job.num_workers:
         raise ConfigurationError(
             f"num_workers is {count}, but DMLC_NUM_WORKER is {job.num_workers}; give both alike, or one only"
@@ -427,7 +430,7 @@ def _claimed_rank(
     return own if rank is not None or env.RANK in ours else job.rank
 
 
-def _read_timeouts(
+def _read_dmlc_timeouts(
     environ: Mapping[str, str], connect_timeout: float | None, dead_after: float | None
 ) -> tuple[float, float]:
     return (

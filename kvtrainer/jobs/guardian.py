@@ -62,7 +62,7 @@ class Guardian:
 
     def forget_if_empty(self, session: int) -> None:
         """Remove a session whose leader has exited, unless it has processes: its number may be reused."""
-        if not find_survivors("", {session}):
+        if not find_guarded_survivors("", {session}):
             self._sessions.discard(session)
             self._tell(f"-{session}\n")
 
@@ -110,7 +110,7 @@ class Guardian:
                 os.write(self._pipe, line.encode())
 
 
-def marked_environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
+def guarded_environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
     """Return an environment with a mark added, and the cores divided among `share` processes, if it is not 0."""
     marks = filter(None, (inherited.get(MARK), mark))
     # Otherwise each process would start one thread per core, and all of them would compete.
@@ -134,15 +134,15 @@ def end_with_parent(parent: int) -> Callable[[], None]:
     return set_death_signal
 
 
-def find_survivors(mark: str, sessions: Collection[int]) -> list[int]:
+def find_guarded_survivors(mark: str, sessions: Collection[int]) -> list[int]:
     """Return pids, except zombies, in `sessions` or with `mark` (unless empty) in their environment. Reads /proc."""
     needle = mark.encode()
     return [
-        int(name) for name in os.listdir("/proc") if name.isdigit() and _is_of_job(name, needle, sessions)
+        int(name) for name in os.listdir("/proc") if name.isdigit() and _is_guarded(name, needle, sessions)
     ]
 
 
-def _is_of_job(pid: str, mark: bytes, sessions: Collection[int]) -> bool:
+def _is_guarded(pid: str, mark: bytes, sessions: Collection[int]) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # "pid (name) state ppid pgrp session ...". The name may contain anything, even parentheses.
@@ -159,22 +159,22 @@ def _is_of_job(pid: str, mark: bytes, sessions: Collection[int]) -> bool:
         return False  # it has exited, or belongs to another user
 
 
-def end_all(mark: str, sessions: Collection[int], grace: float) -> None:
+def end_all_guarded(mark: str, sessions: Collection[int], grace: float) -> None:
     """Send SIGTERM to each survivor once, and after `grace` seconds SIGKILL until none is left or KILL_WAIT is over."""
     asked: set[int] = set()
     deadline = time.monotonic() + grace
-    while (left := find_survivors(mark, sessions)) and time.monotonic() < deadline:
-        _send_signal([pid for pid in left if pid not in asked], signal.SIGTERM)
+    while (left := find_guarded_survivors(mark, sessions)) and time.monotonic() < deadline:
+        _signal_guarded([pid for pid in left if pid not in asked], signal.SIGTERM)
         asked.update(left)
         time.sleep(_POLL)
     deadline = time.monotonic() + KILL_WAIT
     # List them again each time: a process may have forked between listing and killing.
-    while (left := find_survivors(mark, sessions)) and time.monotonic() < deadline:
-        _send_signal(left, signal.SIGKILL)
+    while (left := find_guarded_survivors(mark, sessions)) and time.monotonic() < deadline:
+        _signal_guarded(left, signal.SIGKILL)
         time.sleep(_POLL)
 
 
-def _send_signal(pids: Collection[int], number: signal.Signals) -> None:
+def _signal_guarded(pids: Collection[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -189,28 +189,28 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(argv)
     if options.command:
-        return _run_command(options.command, options.grace, options.share)
+        return _run_guarded_command(options.command, options.grace, options.share)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
     for line in sys.stdin:
         (sessions.add if line[0] == "+" else sessions.discard)(int(line[1:]))
-    end_all(options.mark, sessions, options.grace)
+    end_all_guarded(options.mark, sessions, options.grace)
     return 0
 
 
-class _Stopped(Exception):
+class _GuardianStopped(Exception):
     """A signal asked this program to end."""
 
 
-def _run_command(command: Sequence[str], grace: float, share: int) -> int:
+def _run_guarded_command(command: Sequence[str], grace: float, share: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _raise_stopped)
+        signal.signal(number, _raise_guardian_stopped)
     mark = secrets.token_hex(16)
     try:
         process = subprocess.Popen(
             command,
-            env=marked_environment(os.environ, mark, share),
+            env=guarded_environment(os.environ, mark, share),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=end_with_parent(os.getpid()),
@@ -219,16 +219,16 @@ def _run_command(command: Sequence[str], grace: float, share: int) -> int:
         print(f"cannot start the command: {error}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
     try:
-        grace = _wait_for_end(process, grace)
-    except _Stopped:
+        grace = _wait_for_guarded_end(process, grace)
+    except _GuardianStopped:
         pass
     finally:
-        end_all(mark, {process.pid}, grace)
+        end_all_guarded(mark, {process.pid}, grace)
     code = process.wait()
     return code if code >= 0 else 128 - code
 
 
-def _wait_for_end(process: subprocess.Popen[bytes], grace: float) -> float:
+def _wait_for_guarded_end(process: subprocess.Popen[bytes], grace: float) -> float:
     """Wait until the process or standard input ends. Return the grace period for what is left."""
     poll = select.poll()
     ended = os.pidfd_open(process.pid)
@@ -246,8 +246,8 @@ def _wait_for_end(process: subprocess.Popen[bytes], grace: float) -> float:
             return grace
 
 
-def _raise_stopped(_number: int, _frame: FrameType | None) -> None:
-    raise _Stopped
+def _raise_guardian_stopped(_number: int, _frame: FrameType | None) -> None:
+    raise _GuardianStopped
 
 
 if __name__ == "__main__":

@@ -27,8 +27,15 @@ from functools import partial
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.common.env import Topology, numeric_host, parse_address, tcp_address
-from kvtrainer.jobs.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, marked_environment
-from kvtrainer.jobs.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events, ProcessGroup, Put
+from kvtrainer.jobs.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, guarded_environment
+from kvtrainer.jobs.processes import (
+    LAST_OUTPUT_WAIT,
+    ChildProcess,
+    ProcessAddresses,
+    ProcessEvents,
+    ProcessGroup,
+    Put,
+)
 from kvtrainer.jobs.restarted_ranks import RestartedRanks
 from kvtrainer.jobs.worker_memories import WorkerMemories
 
@@ -46,7 +53,7 @@ _LINE = re.compile(
 
 
 @dataclass(frozen=True)
-class Host:
+class JobHost:
     """One line of a host file: login user (may be empty), host name, and slots for workers."""
 
     user: str
@@ -58,7 +65,7 @@ class Host:
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
-def parse_hosts(text: str, path: str) -> list[Host]:
+def parse_hosts(text: str, path: str) -> list[JobHost]:
     """Return the hosts in a host file's text: lines of `HOST`, `HOST slots=N` or `HOST:N`, and comments after `#`.
 
     HOST may be `USER@HOST`, and IPv6 addresses are in brackets. A host may have several lines. Raises
@@ -75,22 +82,22 @@ def parse_hosts(text: str, path: str) -> list[Host]:
             raise ConfigurationError(
                 f"{path}, line {number}: {stripped!r:.80} is not HOST, HOST slots=N or HOST:N with N in 1..{MAX_SLOTS}"
             )
-        hosts.append(Host((match["user"] or "").rstrip("@"), match["name"].strip("[]"), slots))
+        hosts.append(JobHost((match["user"] or "").rstrip("@"), match["name"].strip("[]"), slots))
     if not hosts:
         raise ConfigurationError(f"{path} names no host; write one per line")
     return hosts
 
 
-def place_workers(hosts: Sequence[Host], count: int) -> list[Host]:
+def place_workers(hosts: Sequence[JobHost], count: int) -> list[JobHost]:
     slots = [host for host in hosts for _ in range(host.slots)]
     return [slots[rank % len(slots)] for rank in range(count)]
 
 
-def place_servers(hosts: Sequence[Host], count: int) -> list[Host]:
+def place_servers(hosts: Sequence[JobHost], count: int) -> list[JobHost]:
     return [hosts[index % len(hosts)] for index in range(count)]
 
 
-def bind_addresses(servers: Sequence[Host], is_public: bool) -> list[str]:
+def bind_addresses(servers: Sequence[JobHost], is_public: bool) -> list[str]:
     """Return a tcp://host:0 for each server that all hosts can reach; loopback unless `is_public`.
 
     Raises ConfigurationError if a host's address cannot be resolved, or cannot be reached by others.
@@ -117,14 +124,14 @@ class Remote:
         directory: Working directory on every host.
     """
 
-    workers: Sequence[Host]
-    servers: Sequence[Host]
+    workers: Sequence[JobHost]
+    servers: Sequence[JobHost]
     grace: float
     ssh: Sequence[str] = ("ssh",)
     names: Sequence[str] = ()
     directory: str = field(default_factory=os.getcwd)
 
-    def host_of(self, role: str, index: int) -> Host:
+    def host_of(self, role: str, index: int) -> JobHost:
         return (self.workers if role == "worker" else self.servers)[index]
 
     def local_rank(self, rank: int) -> int:
@@ -147,7 +154,7 @@ class Remote:
         return [*self.ssh, *options, host.target, f"cd {shlex.quote(self.directory)} && exec {line}"]
 
 
-class RemoteChild(Child):
+class RemoteJobProcess(ChildProcess):
     """The local end of a process on another host. Signals are sent through its standard input."""
 
     stdin_kind = subprocess.PIPE
@@ -189,7 +196,7 @@ class JobTimeouts:
     """Between SIGTERM and SIGKILL."""
 
 
-class Launcher:
+class JobLauncher:
     """Runs one job, on this machine or on others.
 
     Args:
@@ -227,10 +234,10 @@ class Launcher:
         self._remote = remote
         self._linger = limits.linger
         self._inherited = environ
-        self._events = Events()
-        self._servers: list[Child] = []
-        self._workers: dict[int, Child] = {}
-        self._viewers: list[Child] = []
+        self._events = ProcessEvents()
+        self._servers: list[ChildProcess] = []
+        self._workers: dict[int, ChildProcess] = {}
+        self._viewers: list[ChildProcess] = []
         self._restarted = RestartedRanks(num_workers, restarts)
         self._restarted_servers = RestartedRanks(len(server_commands), server_restarts)
         self._memories = WorkerMemories(num_workers if restarts and remote is None else 0)
@@ -238,7 +245,7 @@ class Launcher:
         self._lost: set[str] = set()
         """Names of the workers that the job goes on without."""
         self._topology = Topology(0, num_workers, ())
-        self._addresses = Addresses(self._events.output.put)
+        self._addresses = ProcessAddresses(self._events.output.put)
         self._code: int | None = None
         self._stopping = False
 
@@ -246,7 +253,7 @@ class Launcher:
         """Run the job and return its exit code. Blocks until none of its processes is left. Main thread only."""
         with self._events:
             self._group = ProcessGroup(self._events, self._limits.grace)
-            self._environ = marked_environment(self._inherited, self._group.mark)
+            self._environ = guarded_environment(self._inherited, self._group.mark)
             try:
                 self._start_and_work()
             finally:
@@ -315,7 +322,7 @@ class Launcher:
             **self._restarted.environment(rank),
             **self._memories.environment(rank),
         }
-        environ, fds = marked_environment(own, "", share), self._memories.descriptors(rank)
+        environ, fds = guarded_environment(own, "", share), self._memories.descriptors(rank)
         for worker in self._spawn(
             "worker", rank, self._worker_command, environ, self._events.output.put, fds
         ):
@@ -335,13 +342,13 @@ class Launcher:
         environ: Mapping[str, str],
         put: Put,
         pass_fds: Sequence[int] = (),
-    ) -> list[Child]:
+    ) -> list[ChildProcess]:
         """Start a process. Return it, or nothing if the job has failed, which it does if this one cannot be started."""
         if self._code is not None:
             return []
-        name, tag, kind = f"{role} {index}", f"{role[0]}{index}", Child
+        name, tag, kind = f"{role} {index}", f"{role[0]}{index}", ChildProcess
         if self._remote is not None and role != "view":
-            name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteChild
+            name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteJobProcess
             command = self._remote.command(role, index, command, environ)
         try:
             child = kind(name, tag, command, environ, put, pass_fds, prepare=end_with_parent(os.getpid()))
@@ -388,7 +395,7 @@ class Launcher:
         if error is not None:
             self._fail(128 + signal.SIGPIPE, f"cannot write the output: {error.strerror}")
 
-    def _explain(self, gone: Sequence[Child]) -> None:
+    def _explain(self, gone: Sequence[ChildProcess]) -> None:
         if self._stopping or (self._workers_done() and not any(w.returncode for w in self._workers.values())):
             return
         # If both exited since the last turn, the server is the likelier cause.
@@ -400,12 +407,12 @@ class Launcher:
             elif child.returncode and child not in self._viewers:
                 self._explain_worker(child)
 
-    def _explain_server(self, server: Child) -> None:
+    def _explain_server(self, server: ChildProcess) -> None:
         """Note that a server has ended: it is started again later, or the job has failed."""
         now, death, code = time.monotonic(), None, server.returncode
         # One that gives an exit code has its reason; of a host that is lost, ssh gives one.
         was_killed = code is not None and (
-            code < 0 or (code == SSH_FAILED and isinstance(server, RemoteChild))
+            code < 0 or (code == SSH_FAILED and isinstance(server, RemoteJobProcess))
         )
         if self._code is None and code is not None and was_killed and self._topology.servers:
             index = self._servers.index(server)
@@ -417,7 +424,7 @@ class Launcher:
             server.end_session()
             self._events.output.put(2, "kvlaunch: ", death.text.encode())
 
-    def _explain_worker(self, worker: Child) -> None:
+    def _explain_worker(self, worker: ChildProcess) -> None:
         """Note that a worker has failed: it is started again later, or the job has failed."""
         now, death = time.monotonic(), None
         if self._code is None:
@@ -439,7 +446,7 @@ class Launcher:
             worker.end_session()
             self._events.output.put(2, "kvlaunch: ", death.text.encode())
 
-    def _goes_on_without(self, worker: Child) -> bool:
+    def _goes_on_without(self, worker: ChildProcess) -> bool:
         """Count a worker as lost if enough others are left.
 
         Those that are done count, because at the end of a job all are. If they had left before, servers tell those that

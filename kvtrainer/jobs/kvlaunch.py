@@ -39,8 +39,8 @@ from kvtrainer.common.env import (
 )
 from kvtrainer.jobs.job import (
     TO_REPORT,
+    JobLauncher,
     JobTimeouts,
-    Launcher,
     Remote,
     bind_addresses,
     parse_hosts,
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         viewer += ["--allow-public-bind"] if options.allow_public_bind else []
     limits, remote, restarts = options.limits, options.remote, options.restart
     of_lost = options.restart if environ.get(STATE_DIR) else 0
-    return Launcher(
+    return JobLauncher(
         command, options.workers, servers, environ, limits, remote, viewer, restarts, of_lost, options.elastic
     ).run()
 

@@ -1,8 +1,9 @@
 """The processes of a job, their output, and a single-threaded event loop that waits for all of them.
 
 `ProcessGroup` follows processes from start to end: `kvlaunch` has one for its job, a local cluster one for its servers
-and one for each run. `Events` is the loop, built on poll() and, in the main thread, signal handlers. `Stream` splits
-the output of one pipe into lines. `Output` queues lines for the launcher's own standard output and error.
+and one for each run. `ProcessEvents` is the loop, built on poll() and, in the main thread, signal handlers.
+`ProcessStream` splits the output of one pipe into lines. `ProcessOutput` queues lines for the launcher's own standard
+output and error.
 
 Invariants: the loop never blocks in a write, so a paused terminal cannot keep the launcher from noticing signals and
 exits; if the queue is full it stops reading, and the processes wait. A process that was reaped is never signalled,
@@ -29,7 +30,7 @@ from types import FrameType
 from kvstore_server.processes import describe_exit
 from kvstore_server.restarts import shell_code
 from kvtrainer.common.env import PLACES
-from kvtrainer.jobs.guardian import KILL_WAIT, Guardian, end_all
+from kvtrainer.jobs.guardian import KILL_WAIT, Guardian, end_all_guarded
 
 MAX_LINE = 64 * 1024
 """A longer line is split into pieces of about this many bytes."""
@@ -85,7 +86,7 @@ def server_command(
     return [sys.executable, "-m", "kvstore_server", *supervised, *place, *drain, *flags]
 
 
-class Child:
+class ChildProcess:
     """A process in its own session, started by the constructor, with its output in pipes.
 
     Args:
@@ -125,7 +126,8 @@ class Child:
         assert self.process.stderr is not None
         self._pipes = {pipe.fileno(): pipe for pipe in (self.process.stdout, self.process.stderr)}
         self.streams = {
-            fd: Stream(fd, partial(put, target, f"[{tag}] ")) for target, fd in enumerate(self._pipes, 1)
+            fd: ProcessStream(fd, partial(put, target, f"[{tag}] "))
+            for target, fd in enumerate(self._pipes, 1)
         }
 
     @property
@@ -153,7 +155,7 @@ class Child:
 
     def end_session(self) -> None:
         """Kill what it has left running in its session, after it was reaped. Blocks for a moment."""
-        end_all("", {self.process.pid}, grace=0.0)
+        end_all_guarded("", {self.process.pid}, grace=0.0)
 
 
 class ProcessGroup:
@@ -166,28 +168,28 @@ class ProcessGroup:
         grace: Seconds between SIGTERM and SIGKILL.
     """
 
-    def __init__(self, events: Events, grace: float) -> None:
+    def __init__(self, events: ProcessEvents, grace: float) -> None:
         self._events = events
         self._grace = grace
         self.mark = secrets.token_hex(16)
-        """Marks the environment of every process; see `marked_environment`."""
+        """Marks the environment of every process; see `guarded_environment`."""
         self.guardian = Guardian(self.mark, grace)
-        self.children: list[Child] = []
+        self.children: list[ChildProcess] = []
         # Protects the guardian, and keeps a process from being reaped while it is signalled.
         self._lock = threading.Lock()
 
     @property
-    def alive(self) -> list[Child]:
+    def alive(self) -> list[ChildProcess]:
         return [child for child in self.children if child.returncode is None]
 
-    def add(self, child: Child) -> None:
+    def add(self, child: ChildProcess) -> None:
         with self._lock:
             self.guardian.watch(child.process.pid)
         for fd in list(child.streams):
             self._events.add_reader(fd, partial(self._read, child, fd), pausable=True)
         self.children.append(child)
 
-    def reap(self) -> list[Child]:
+    def reap(self) -> list[ChildProcess]:
         """Return the processes that have exited since the last call, after emitting the rest of their output."""
         if not self._events.child_changed:
             return []
@@ -231,16 +233,16 @@ class ProcessGroup:
             for child in self.alive:
                 child.signal(number)
 
-    def _read(self, child: Child, fd: int) -> None:
+    def _read(self, child: ChildProcess, fd: int) -> None:
         if not child.streams[fd].read():
             self._close_stream(child, fd)
 
-    def _close_stream(self, child: Child, fd: int) -> None:
+    def _close_stream(self, child: ChildProcess, fd: int) -> None:
         self._events.remove_reader(fd)
         child.close_stream(fd)
 
 
-class Addresses:
+class ProcessAddresses:
     """Extracts the servers' addresses from their output. Other lines go to `put`."""
 
     def __init__(self, put: Put) -> None:
@@ -267,7 +269,7 @@ class Addresses:
         self.found[index] = address.decode(errors="replace")
 
 
-class Stream:
+class ProcessStream:
     """Splits a child's pipe into lines for `put`. Of a progress bar, one state per PROGRESS_INTERVAL is emitted."""
 
     def __init__(
@@ -305,11 +307,11 @@ class Stream:
             text = bytes(self._buffer[start : end.start()]).rstrip(b"\r")
             # Lines that end in a newline are all emitted, states of a progress bar only now and then.
             if end.group().endswith(b"\n") or self._due(text):
-                self._put_all(_split_line(text))
+                self._put_all(_split_output_line(text))
             start = end.end()
         del self._buffer[:start]
         if len(self._buffer) > MAX_LINE:
-            *whole, rest = _split_line(bytes(self._buffer))
+            *whole, rest = _split_output_line(bytes(self._buffer))
             self._put_all(whole)
             self._buffer[:] = rest
 
@@ -317,7 +319,7 @@ class Stream:
         text = bytes(self._buffer).rstrip(b"\r")
         self._buffer.clear()
         if text:
-            self._put_all(_split_line(text))
+            self._put_all(_split_output_line(text))
 
     def _put_all(self, lines: Sequence[bytes]) -> None:
         for line in lines:
@@ -331,7 +333,7 @@ class Stream:
         return True
 
 
-class Output:
+class ProcessOutput:
     """Lines waiting to be written. All descriptors share a queue, because they may be one terminal."""
 
     def __init__(self) -> None:
@@ -377,11 +379,11 @@ class Output:
         return None
 
 
-class Events:
+class ProcessEvents:
     """The event loop. As a context manager it also handles signals (main thread only)."""
 
     def __init__(self) -> None:
-        self.output = Output()
+        self.output = ProcessOutput()
         self.stop_signals: list[signal.Signals] = []
         """All SIGINT, SIGTERM and SIGHUP received, in order."""
         self.child_changed = True
@@ -395,7 +397,7 @@ class Events:
         os.set_blocking(self._wake_writer, False)
         self.add_reader(self._wake, self._read_signals, pausable=False)
 
-    def __enter__(self) -> Events:
+    def __enter__(self) -> ProcessEvents:
         self._previous_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *STOP_SIGNALS):
             # Signals are ignored on purpose under nohup and in background jobs of a shell.
@@ -454,7 +456,7 @@ class Events:
                 self.stop_signals.append(signal.Signals(number))
 
 
-def _split_line(text: bytes) -> list[bytes]:
+def _split_output_line(text: bytes) -> list[bytes]:
     """Split into pieces of at most MAX_LINE bytes, not inside a UTF-8 character. At least one piece."""
     pieces: list[bytes] = []
     while len(text) > MAX_LINE:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore_server.restarts import RESTARTS, Restarts, is_final, shell_code
+from kvstore_server.restarts import RESTARTS, Restarts, is_restart_useless, shell_code
 
 
-class Death(NamedTuple):
+class RankDeath(NamedTuple):
     """The death of a worker that was counted."""
 
     text: str
@@ -36,16 +36,16 @@ class RestartedRanks:
         """Return what the environment of a worker says about restarts; nothing if there are none."""
         return {RESTARTS: str(self._restarts[rank].used)} if self._limit else {}
 
-    def count(self, rank: int, name: str, code: int, lived: float, now: float) -> Death | None:
+    def count(self, rank: int, name: str, code: int, lived: float, now: float) -> RankDeath | None:
         """Count the death of a worker; None if the worker is done or replaced, or there are no restarts."""
-        if not self._limit or is_final(code):
+        if not self._limit or is_restart_useless(code):
             return None
         restarts = self._restarts[rank]
         delay = restarts.after(code, lived)
         if delay is not None:
             self._due[rank] = now + delay
         text = restarts.describe(name, code, lived, delay)
-        return Death(text, delay is None, shell_code(restarts.first_code))
+        return RankDeath(text, delay is None, shell_code(restarts.first_code))
 
     @property
     def are_awaited(self) -> bool:

@@ -41,7 +41,7 @@ _MAX_NAME = 255
 
 
 @dataclass
-class _Member:
+class _ScheduledProcess:
     """A process that has joined."""
 
     join: m.JoinJob
@@ -57,7 +57,7 @@ class _Member:
 
     @property
     def name(self) -> str:
-        return _describe_process(self.join)
+        return _describe_scheduled_process(self.join)
 
     def claims_the_place_of(self, join: m.JoinJob) -> bool:
         own = self.join
@@ -99,7 +99,7 @@ class Scheduler:
         self._tokens = tokens
         self._now = now
         # By routing id of the asking socket.
-        self._members: dict[bytes, _Member] = {}
+        self._members: dict[bytes, _ScheduledProcess] = {}
         # Token → routing id.
         self._peers: dict[int, bytes] = {}
         # All processes have joined and have their ranks.
@@ -170,7 +170,7 @@ class Scheduler:
         return f"{role} but {len(here)} of {count} ({names})"
 
     def _answer(
-        self, peer: bytes, member: _Member | None, body: m.RequestBody, now: float
+        self, peer: bytes, member: _ScheduledProcess | None, body: m.RequestBody, now: float
     ) -> m.ReplyBody | None:
         # 1. Messages that are answered in any state.
         if isinstance(body, m.Leave):
@@ -198,7 +198,7 @@ class Scheduler:
         told = self._told_at_listening(member, body) if isinstance(body, m.Listening) else self._told(member)
         return m.Pending((), self.missing()[:_LONGEST]) if told is None else m.Status(told)
 
-    def _told(self, member: _Member) -> Mapping[str, Any] | None:
+    def _told(self, member: _ScheduledProcess) -> Mapping[str, Any] | None:
         """Return the answer to JoinJob, or None while processes are missing."""
         known = {"rank": member.rank, "session": member.token}
         if member.join.role == SERVER and self._is_assigned:
@@ -209,7 +209,9 @@ class Scheduler:
             return {**known, "servers": [server.address for server in self._servers()]}
         return None
 
-    def _told_at_listening(self, member: _Member, listening: m.Listening) -> Mapping[str, Any] | None:
+    def _told_at_listening(
+        self, member: _ScheduledProcess, listening: m.Listening
+    ) -> Mapping[str, Any] | None:
         if member.rank < 0 or member.join.role != SERVER:
             raise ProtocolError(f"no server of this job listens at {listening.address!r:.80}")
         member.address = listening.address
@@ -220,13 +222,13 @@ class Scheduler:
         self.is_complete = all(server.is_told for server in servers)
         return {}
 
-    def _join(self, peer: bytes, join: m.JoinJob, now: float) -> _Member:
+    def _join(self, peer: bytes, join: m.JoinJob, now: float) -> _ScheduledProcess:
         # 1. Refuse what cannot belong to this job.
         if join.role not in self._counts or max(len(join.host), len(join.machine)) > _MAX_NAME:
             raise ProtocolError(f"no process of a job: {join!r:.200}")
         if self._is_assigned:
             raise ConfigurationError(
-                f"{_describe_process(join)} comes too late: all processes of this job are there"
+                f"{_describe_scheduled_process(join)} comes too late: all processes of this job are there"
             )
         self._check(join)
         # 2. A process that was restarted takes the place of its silent predecessor. A second live one is an error.
@@ -237,15 +239,15 @@ class Scheduler:
                 self._forget(other_peer)
             else:
                 claim = f"rank {join.rank}" if join.rank >= 0 else f"task {join.task} (DMLC_TASK_ID)"
-                self._refuse(f"{other.name} and {_describe_process(join)} both have {claim}")
+                self._refuse(f"{other.name} and {_describe_scheduled_process(join)} both have {claim}")
         # 3. Add it, and assign ranks once all are there.
-        member = self._members[peer] = _Member(join, self._tokens(), now)
+        member = self._members[peer] = _ScheduledProcess(join, self._tokens(), now)
         self._peers[member.token] = peer
         self._check_number(join.role, now)
         if all(len(self._of(role)) == count for role, count in self._counts.items()):
             self._is_assigned = True
             for members in map(self._of, self._counts):
-                ranks = ranks_of([member.join for member in members])
+                ranks = scheduled_ranks([member.join for member in members])
                 for each, rank in zip(members, ranks, strict=True):
                     each.rank = rank
         return member
@@ -254,7 +256,7 @@ class Scheduler:
         theirs, ours = (join.num_workers, join.num_servers), (self._counts[WORKER], self._counts[SERVER])
         if theirs != ours or join.rank >= self._counts[join.role]:
             self._turned_away = (
-                f"{_describe_process(join)}, which has rank {join.rank} in a job of {theirs[0]} workers and "
+                f"{_describe_scheduled_process(join)}, which has rank {join.rank} in a job of {theirs[0]} workers and "
                 f"{theirs[1]} servers, while the scheduler's has {ours[0]} and {ours[1]}"
             )
             raise ConfigurationError(f"the scheduler has turned away {self._turned_away}")
@@ -286,14 +288,14 @@ class Scheduler:
     def _forget(self, peer: bytes) -> None:
         del self._peers[self._members.pop(peer).token]
 
-    def _servers(self) -> list[_Member]:
+    def _servers(self) -> list[_ScheduledProcess]:
         return sorted(self._of(SERVER), key=lambda server: server.rank)
 
-    def _of(self, role: str) -> list[_Member]:
+    def _of(self, role: str) -> list[_ScheduledProcess]:
         return [member for member in self._members.values() if member.join.role == role]
 
 
-def ranks_of(joins: list[m.JoinJob]) -> list[int]:
+def scheduled_ranks(joins: list[m.JoinJob]) -> list[int]:
     """Return the rank of each process of one role, independent of the order of `joins`."""
     ranks = [join.rank for join in joins]
     free = sorted(set(range(len(joins))) - set(ranks))
@@ -307,5 +309,5 @@ def ranks_of(joins: list[m.JoinJob]) -> list[int]:
     return ranks
 
 
-def _describe_process(join: m.JoinJob) -> str:
+def _describe_scheduled_process(join: m.JoinJob) -> str:
     return f"{join.role} on {join.host} (process {join.pid})"

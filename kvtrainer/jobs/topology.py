@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvtrainer.common.env import ROLE, Topology, read_topology, text_of
+from kvtrainer.common.env import ROLE, Topology, read_topology_from_env, text_of
 from kvtrainer.jobs import dmlc
 
 
@@ -17,7 +17,7 @@ def find_topology(
     connect_timeout: float | None = None,
     dead_after: float | None = None,
 ) -> Topology:
-    """Return the topology as `read_topology` does, or ask the scheduler that MXNet's launcher starts.
+    """Return the topology as `read_topology_from_env` does, or ask the scheduler that MXNet's launcher starts.
 
     The scheduler is asked if DMLC_ROLE is set and nothing else names the servers. Blocks until all processes are there,
     up to `connect_timeout` seconds. In a scheduler or server process this does not return; see `serve_dmlc_role`.
@@ -28,7 +28,7 @@ def find_topology(
         SystemExit: This process was the scheduler or a server, and its job is over.
     """
     if not text_of(environ, ROLE):
-        return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
+        return read_topology_from_env(environ, rank=rank, num_workers=num_workers, servers=servers)
     return dmlc.find_dmlc_topology(environ, rank, num_workers, servers, connect_timeout, dead_after)
 
 

@@ -94,13 +94,13 @@ class ServerAgreement(Agreement):
         self._client = client
 
     def broadcast(self, data: bytes) -> bytes:
-        return self._exchange(_with_length(data) if self.rank == 0 else b"", MAX_PAYLOAD)[0]
+        return self._exchange(_with_agreement_length(data) if self.rank == 0 else b"", MAX_PAYLOAD)[0]
 
     def all_gather(self, mine: bytes) -> list[bytes]:
-        return self._exchange(_with_length(mine), MAX_PAYLOAD // self.size)
+        return self._exchange(_with_agreement_length(mine), MAX_PAYLOAD // self.size)
 
     def gather(self, mine: bytes) -> list[bytes] | None:
-        found = self._exchange(_with_length(mine), MAX_PAYLOAD // self.size, self.rank == 0)
+        found = self._exchange(_with_agreement_length(mine), MAX_PAYLOAD // self.size, self.rank == 0)
         return found if self.rank == 0 else None
 
     def close(self) -> None:
@@ -118,5 +118,5 @@ class ServerAgreement(Agreement):
         return [b"".join(its)[_HEAD:] for its in zip(*pieces, strict=True)] if reads else []
 
 
-def _with_length(data: bytes) -> bytes:
+def _with_agreement_length(data: bytes) -> bytes:
     return len(data).to_bytes(_HEAD, "little") + data

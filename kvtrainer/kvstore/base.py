@@ -92,7 +92,7 @@ class KVStoreBase(ABC):
             ConfigurationError: No such capability exists.
         """
         name = capability.lower() if isinstance(capability, str) else capability
-        return check.one_of("a capability", name, CAPABILITIES) in _check_capabilities(
+        return check.one_of("a capability", name, CAPABILITIES) in _check_store_capabilities(
             self.capabilities_as(self.type), self.__class__
         )
 
@@ -141,7 +141,7 @@ def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
 
     def add(factory: _FactoryT) -> _FactoryT:
         if isinstance(factory, type):
-            _check_capabilities(getattr(factory, "capabilities", ()), factory)
+            _check_store_capabilities(getattr(factory, "capabilities", ()), factory)
         for name in names:
             if name.lower() in _registry:
                 _log.warning("kvstore %r is replaced by %r", name, factory)
@@ -160,14 +160,14 @@ def capabilities() -> dict[str, dict[str, bool]]:
     table = {}
     for name, factory in sorted(_registry.items()):
         if isinstance(factory, type) and issubclass(factory, KVStoreBase):
-            able = _check_capabilities(factory.capabilities_as(name), factory)
+            able = _check_store_capabilities(factory.capabilities_as(name), factory)
         else:
-            able = _check_capabilities(getattr(factory, "capabilities", ()), factory)
+            able = _check_store_capabilities(getattr(factory, "capabilities", ()), factory)
         table[name] = {capability: capability in able for capability in CAPABILITIES}
     return table
 
 
-def _check_capabilities(capabilities: Collection[str], owner: object) -> frozenset[str]:
+def _check_store_capabilities(capabilities: Collection[str], owner: object) -> frozenset[str]:
     if isinstance(capabilities, str) or not set(capabilities) <= set(CAPABILITIES):
         raise ConfigurationError(
             f"{owner!r} claims the capabilities {capabilities!r:.200}; give a collection out of: "

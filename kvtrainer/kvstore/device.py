@@ -15,14 +15,14 @@ from kvtrainer.client.client import LocalEngine
 from kvtrainer.common.thread_guard import exclusive
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NAMES, NCCL, register
-from kvtrainer.kvstore.verbs import TableKVStore
-from kvtrainer.parallel.replicas import check_reducer, is_left_fold
+from kvtrainer.kvstore.verbs import KVStoreVerbs
+from kvtrainer.parallel.replicas import check_replica_reducer, is_left_fold
 from kvtrainer.ranks.process_group import Buckets, current_group
 
 
 @register(*LOCAL_NAMES)
 @uncompiled
-class LocalKVStore(TableKVStore):
+class LocalKVStore(KVStoreVerbs):
     """Keeps keys in this process and sums the replicas of a value. Rank 0 of 1 worker.
 
     Sums and updates run on the CPU under every name, so results are bitwise equal. A round is complete when `push`
@@ -38,7 +38,7 @@ class LocalKVStore(TableKVStore):
 
 @register(*DEVICE_NAMES)
 @uncompiled
-class DeviceKVStore(TableKVStore):
+class DeviceKVStore(KVStoreVerbs):
     """A LocalKVStore that also sums over the ranks of a torch.distributed group with several ranks.
 
     In a group, `init`, `broadcast`, `push`, `pushpull` and `barrier` are collective: every rank calls them with the
@@ -71,7 +71,7 @@ class DeviceKVStore(TableKVStore):
         bucket_size_mb: float | None = None,
         coalesce: bool = True,
     ) -> None:
-        check_reducer(reducer)
+        check_replica_reducer(reducer)
         self._buckets = Buckets(bucket_size_mb, coalesce)
         engine = LocalEngine()
         super().__init__(type, engine.client, engine, current_group())

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvstore_server import check
-from kvstore_server.durable.snapshot_folder import check_tag
+from kvstore_server.durable.snapshot_folder import check_snapshot_tag
 from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
-from kvstore_server.failpoints import arm
+from kvstore_server.failpoints import arm_failpoints
 from kvstore_server.optimizer.base import capability
 from kvtrainer.client.client import Client
 from kvtrainer.client.connection import Connection
-from kvtrainer.client.message_faults import FAULTS, FaultyTransport, parse_faults
+from kvtrainer.client.message_faults import FAULTS, FaultyTransport, parse_message_faults
 from kvtrainer.client.session import SessionOptions, Transport
 from kvtrainer.client.snapshot_schedule import SnapshotSchedule
 from kvtrainer.common import env
@@ -33,7 +33,7 @@ from kvtrainer.jobs.topology import find_topology
 from kvtrainer.kvstore.agreement import Agreement, ServerAgreement
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
 from kvtrainer.kvstore.values import check_text
-from kvtrainer.kvstore.verbs import TableKVStore
+from kvtrainer.kvstore.verbs import KVStoreVerbs
 
 STALENESS = "KVSTORE_STALENESS"
 """Environment variable with the default of `staleness`."""
@@ -48,7 +48,7 @@ _created = itertools.count()
 
 @register(*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
 @uncompiled
-class DistKVStore(TableKVStore):
+class DistKVStore(KVStoreVerbs):
     """A store whose keys are on servers, with this process as one of the job's workers.
 
     "dist_sync" works in rounds with one contribution from every worker. "dist_async" applies each push when it arrives,
@@ -99,11 +99,11 @@ class DistKVStore(TableKVStore):
         elastic: str | None = None,
     ) -> None:
         # 1. Read options that can be refused without contacting anyone.
-        self.mode = mode_of(type, staleness, scale_lr_by_staleness, os.environ)
+        self.mode = dist_mode_of(type, staleness, scale_lr_by_staleness, os.environ)
         """When pushes are applied."""
-        self._water_mark = water_mark_of(type, os.environ)
-        self._transport = env.transport_of(os.environ)
-        self._faults = parse_faults(env.text_of(os.environ, FAULTS))
+        self._water_mark = dist_water_mark_of(type, os.environ)
+        self._transport = env.transport_from_env(os.environ)
+        self._faults = parse_message_faults(env.text_of(os.environ, FAULTS))
         is_debugging = env.shows_debug_log(os.environ)
         # 2. Find the servers. With DMLC_ROLE this asks the scheduler, or serves and does not return.
         environ = os.environ if elastic is None else {**os.environ, env.ELASTIC: elastic}
@@ -125,7 +125,7 @@ class DistKVStore(TableKVStore):
                 f"{env.ELASTIC} lets the number of workers change, which kvstore {type!r} does not support; use "
                 "'dist_sync'"
             )
-        arm(os.environ, "worker", topology.rank)
+        arm_failpoints(os.environ, "worker", topology.rank)
         # 3. Check and collect the options of the sessions.
         if namespace is not None and not isinstance(namespace, str):
             raise ConfigurationError(
@@ -144,20 +144,20 @@ class DistKVStore(TableKVStore):
             address=f"{socket.gethostname()}:{os.getpid()}",
             mode=self.mode,
             slow_after=env.read_timeout(os.environ, env.SLOW_AFTER, value=slow_after),
-            restarts=env.restarts_of(os.environ),
+            restarts=env.restarts_from_env(os.environ),
             # Evaluated last, so that a store that is refused does not use up a number.
-            namespace=_next_namespace(os.environ) if namespace is None else namespace,
+            namespace=_next_dist_namespace(os.environ) if namespace is None else namespace,
         )
         # 4. Connect. The finalizer leaves the servers even if the store is only dropped.
         exit_when_fenced()
         if is_debugging:
-            _show_debug_log(topology.rank)
+            _show_dist_debug_log(topology.rank)
         self.servers = topology.servers
         """Addresses of the servers, by index."""
         self._clients: list[Client] = []
         self._agreements: dict[int, Client] = {}
         """Number of an agreement → its client; closed ones are dropped when the next one is opened."""
-        weakref.finalize(self, _close_clients, self._clients)
+        weakref.finalize(self, _close_dist_clients, self._clients)
         self._sides = 0
         self._snapshots: SnapshotSchedule | None = None
         super().__init__(type, self._connect(""))
@@ -250,7 +250,7 @@ class DistKVStore(TableKVStore):
         self._client.load(tag)
 
     def _check_saved(self, tag: str) -> None:
-        check_tag(tag)
+        check_snapshot_tag(tag)
         if not self.mode.is_sync:
             raise ConfigurationError(
                 f"kvstore {self.type!r} is asynchronous, where a round is no state of all workers, so it can be "
@@ -304,7 +304,7 @@ def resume_collectives(store: DistKVStore, former: Collectives) -> None:
             store._agreements[number].num_barriers = count
 
 
-def _show_debug_log(rank: int) -> None:
+def _show_dist_debug_log(rank: int) -> None:
     """Log messages and rounds through the script's handlers, or to standard error if it has none."""
     logger = logging.getLogger("kvtrainer.debug")
     logger.setLevel(logging.DEBUG)
@@ -316,12 +316,12 @@ def _show_debug_log(rank: int) -> None:
         logger.propagate = False
 
 
-def _close_clients(clients: Sequence[Client]) -> None:
+def _close_dist_clients(clients: Sequence[Client]) -> None:
     for client in clients:
         client.close(getattr(sys, "last_value", None))
 
 
-def mode_of(
+def dist_mode_of(
     type: str, staleness: int | None, scale_lr_by_staleness: bool, environ: Mapping[str, str]
 ) -> Mode:
     """Return the mode of a store of this name.
@@ -338,7 +338,7 @@ def mode_of(
     if name in ASYNC_NAMES:
         return Mode(ASYNC, 0, scale_lr_by_staleness)
     if name in SSP_NAMES:
-        return Mode(SSP, _read_staleness(staleness, environ), scale_lr_by_staleness)
+        return Mode(SSP, _read_dist_staleness(staleness, environ), scale_lr_by_staleness)
     if scale_lr_by_staleness:
         raise ConfigurationError(
             f"scale_lr_by_staleness does not apply to kvstore {type!r}, whose gradients are never stale; use "
@@ -347,7 +347,7 @@ def mode_of(
     return SYNCHRONOUS
 
 
-def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
+def dist_water_mark_of(type: str, environ: Mapping[str, str]) -> int:
     """Return how many messages to a server may be in flight; further ones queue by priority. 0 means no limit.
 
     Raises:
@@ -362,14 +362,14 @@ def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
     return check.integer(WATER_MARK, int(given) if given.isdecimal() else given, 1, (1 << 31) - 1)
 
 
-def _next_namespace(environ: Mapping[str, str]) -> str:
+def _next_dist_namespace(environ: Mapping[str, str]) -> str:
     """Return a namespace with the attempt, because servers may still wait for workers of an earlier one."""
-    attempt = env.attempt_of_job(environ)
+    attempt = env.attempt_from_env(environ)
     name = f"store{next(_created)}"
     return f"{name}, attempt {attempt}" if attempt else name
 
 
-def _read_staleness(given: int | None, environ: Mapping[str, str]) -> int:
+def _read_dist_staleness(given: int | None, environ: Mapping[str, str]) -> int:
     value: object = given
     if given is None:
         text = environ.get(STALENESS, "").strip()

@@ -1,9 +1,9 @@
 """Keys and values of kvstore calls: validation and conversion to one form.
 
 The verbs take a key or a list of keys, and for each a tensor, or a list of replicas. `read_values` turns all of these
-into a sequence of keys and `Values`; `read_row_pulls` does the same for `row_sparse_pull`. `targets_of` decides where
-received weights are written: directly into an `out` that is flat and of the key's dtype, otherwise into a buffer that
-is copied to `out` afterwards.
+into a sequence of keys and `Values`; `read_row_pulls` does the same for `row_sparse_pull`. `targets_of_values` decides
+where received weights are written: directly into an `out` that is flat and of the key's dtype, otherwise into a buffer
+that is copied to `out` afterwards.
 
 Everything here is checked before anything is sent. These functions run for every key of every call, so they avoid
 work per tensor on the common path: one dense tensor for each key.
@@ -21,13 +21,13 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.client.tables import RemoteTable
-from kvtrainer.common.tensors import dtype_name, is_one_set, is_sparse, read_ids
+from kvtrainer.common.tensors import is_one_id_tensor, is_sparse_tensor, read_id_tensor, tensor_dtype_name
 from kvtrainer.kvstore.base import Key
 
 _INT_LIMIT = 1 << 63
 
 
-class Entry:
+class ValueEntry:
     """A key of a store, with its spec and its table."""
 
     __slots__ = ("dtype", "spec", "table")
@@ -43,7 +43,7 @@ class Entry:
 class RowPull(NamedTuple):
     """One set of rows of one key, and the tensors that receive them."""
 
-    entry: Entry
+    entry: ValueEntry
     ids: Tensor
     """int64, distinct and ascending."""
     outs: Sequence[Tensor]
@@ -79,8 +79,8 @@ def flat_view(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
-def targets_of(
-    entries: Sequence[Entry], outs: Values
+def targets_of_values(
+    entries: Sequence[ValueEntry], outs: Values
 ) -> tuple[list[dict[str, Tensor]], list[tuple[Tensor, Tensor]]]:
     """Choose the memory that receives the new values of each key.
 
@@ -104,7 +104,7 @@ def targets_of(
 def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]:
     """Normalise (key, value) or (keys, values) to keys and Values. Keys may repeat.
 
-    Unknown keys are not validated here; see `check_keys`.
+    Unknown keys are not validated here; see `check_value_keys`.
 
     Raises:
         ConfigurationError: A value is not a suitable tensor, or the lists differ in length.
@@ -112,7 +112,7 @@ def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]
     if not isinstance(key, list | tuple):
         key, value = (key,), (value,)
     if not isinstance(value, list | tuple) or len(value) != len(key):
-        check_keys(key)
+        check_value_keys(key)
         got = f"{len(value)} values" if isinstance(value, list | tuple) else f"{type(value).__name__}"
         raise ConfigurationError(f"{len(key)} keys need a list of {len(key)} values in {what}, got {got}")
     first: list[Tensor] = []
@@ -122,20 +122,20 @@ def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]
         if isinstance(item, Tensor) and item.layout is torch.strided and not item.is_meta:
             first.append(item)
         else:
-            one, *more = _replica_tensors(key[at], item, what)
+            one, *more = _replica_values(key[at], item, what)
             first.append(one)
             if more:
                 others[at] = more
     return key, Values(first, others)
 
 
-def check_keys(keys: Sequence[Any]) -> None:
-    kinds = {type(check_key(one)) for one in keys}
+def check_value_keys(keys: Sequence[Any]) -> None:
+    kinds = {type(check_value_key(one)) for one in keys}
     if len(kinds) > 1:
         raise ConfigurationError(f"the keys of one call must all be int or all be str, got {list(keys)!r}")
 
 
-def check_key(key: Any) -> Key:
+def check_value_key(key: Any) -> Key:
     """Return the key if it is a str or a 64-bit int. Raises ConfigurationError otherwise."""
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise ConfigurationError(f"a key must be an int or a str, got {key!r} of type {type(key).__name__}")
@@ -160,7 +160,7 @@ def check_text(what: str, text: str) -> None:
         ) from None
 
 
-def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec:
+def spec_of_value(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec:
     """Return the spec of a key from its first value.
 
     Args:
@@ -169,14 +169,14 @@ def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec
     Raises:
         ConfigurationError: The dtype cannot be stored.
     """
-    name = dtype_name(value.dtype)
+    name = tensor_dtype_name(value.dtype)
     if name not in ITEM_SIZE and name not in others:
         named = ", ".join((*ITEM_SIZE, *others))
         raise ConfigurationError(f"key {key!r} has dtype {name}; this store holds {named} only")
     return TensorSpec(str(key), tuple(value.shape), name)
 
 
-def check_out(spec: TensorSpec, out: Tensor) -> None:
+def check_out_value(spec: TensorSpec, out: Tensor) -> None:
     """Raise ShapeMismatchError or ConfigurationError unless `out`, of any dtype, can receive a key's values."""
     if out.shape != spec.shape:
         raise shape_mismatch_error(spec, out)
@@ -203,7 +203,7 @@ def check_on_cuda(devices: Sequence[torch.device], what: str) -> None:
 
 
 def read_row_pulls(
-    entries: Mapping[Key, Entry], key: Any, out: Any, row_ids: Any
+    entries: Mapping[Key, ValueEntry], key: Any, out: Any, row_ids: Any
 ) -> tuple[list[list[RowPull]], list[bool]]:
     """Read the arguments of row_sparse_pull.
 
@@ -222,13 +222,17 @@ def read_row_pulls(
         keys, outs, ids = [key], [out], [row_ids]
     else:
         keys = list(key)
-        outs = _for_each(keys, out, "out") if out is not None else [None] * len(keys)
-        ids = [row_ids] * len(keys) if is_one_set(row_ids) else _for_each(keys, row_ids, "row_ids")
-    pulls = [_pulls_of(entries, *row) for row in zip(keys, outs, ids, strict=True)]
-    return pulls, [not is_one_set(one) for one in ids]
+        outs = _values_for_each_key(keys, out, "out") if out is not None else [None] * len(keys)
+        ids = (
+            [row_ids] * len(keys)
+            if is_one_id_tensor(row_ids)
+            else _values_for_each_key(keys, row_ids, "row_ids")
+        )
+    pulls = [_row_pull_values(entries, *row) for row in zip(keys, outs, ids, strict=True)]
+    return pulls, [not is_one_id_tensor(one) for one in ids]
 
 
-def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
+def as_sparse_value(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
     values = rows.view(len(ids), *spec.shape[1:])
     return torch.sparse_coo_tensor(
         ids[None], values, spec.shape, is_coalesced=True, check_invariants=False, device=values.device
@@ -236,9 +240,9 @@ def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def write_rows(out: Tensor, rows: Tensor) -> None:
+def write_row_values(out: Tensor, rows: Tensor) -> None:
     """Write the rows of a sparse tensor to `out`, and zeros to its other rows."""
-    if is_sparse(out):
+    if is_sparse_tensor(out):
         # Not through detach(), which would give a tensor with separate indices.
         out.copy_(rows)
         return
@@ -247,14 +251,14 @@ def write_rows(out: Tensor, rows: Tensor) -> None:
     out[ids.to(out.device)] = values.to(out.device, out.dtype)
 
 
-def _replica_tensors(key: Key, value: Any, what: str) -> list[Tensor]:
+def _replica_values(key: Key, value: Any, what: str) -> list[Tensor]:
     tensors = list(value) if isinstance(value, list | tuple) else [value]
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
         raise ConfigurationError(
             f"{what} of key {key!r} must be a tensor or a list of tensors, got {value!r:.80}"
         )
     for one in tensors:
-        if is_sparse(one) and (one.layout is not torch.sparse_coo or one.sparse_dim() != 1):
+        if is_sparse_tensor(one) and (one.layout is not torch.sparse_coo or one.sparse_dim() != 1):
             form = f" with sparse_dim {one.sparse_dim()}" if one.layout is torch.sparse_coo else ""
             raise ConfigurationError(
                 f"{what} of key {key!r} is sparse, of shape {list(one.shape)} and layout {one.layout}{form}; it must "
@@ -269,19 +273,20 @@ def _replica_tensors(key: Key, value: Any, what: str) -> list[Tensor]:
 
 def shape_mismatch_error(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
     return ShapeMismatchError(
-        f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
+        f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got "
+        f"{tensor_dtype_name(value.dtype)}{list(value.shape)}"
     )
 
 
-def _pulls_of(entries: Mapping[Key, Entry], key: Key, out: Any, row_ids: Any) -> list[RowPull]:
+def _row_pull_values(entries: Mapping[Key, ValueEntry], key: Key, out: Any, row_ids: Any) -> list[RowPull]:
     entry = entries.get(key)
     if entry is None:
         raise KeyNotFoundError(f"key {key!r} has not been initialised; call init or broadcast first")
     if not entry.spec.shape:
         raise ShapeMismatchError(f"key {key!r} has no dimension, hence no rows; use pull")
-    outs = _row_outs(entry, key, out)
-    sets = [row_ids] if is_one_set(row_ids) else list(row_ids)
-    found = [read_ids(key, one, entry.spec.shape[0]) for one in sets]
+    outs = _row_out_values(entry, key, out)
+    sets = [row_ids] if is_one_id_tensor(row_ids) else list(row_ids)
+    found = [read_id_tensor(key, one, entry.spec.shape[0]) for one in sets]
     # One set of ids serves all outs; several sets need one out each.
     if len(found) == 1:
         return [RowPull(entry, found[0], outs)]
@@ -292,21 +297,19 @@ def _pulls_of(entries: Mapping[Key, Entry], key: Key, out: Any, row_ids: Any) ->
     return [RowPull(entry, ids, outs[at : at + 1]) for at, ids in enumerate(found)]
 
 
-def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
+def _row_out_values(entry: ValueEntry, key: Key, out: Any) -> list[Tensor]:
     outs = (
-        []
-        if out is None or (isinstance(out, list | tuple) and not out)
-        else _replica_tensors(key, out, "out")
+        [] if out is None or (isinstance(out, list | tuple) and not out) else _replica_values(key, out, "out")
     )
     for one in outs:
-        if not is_sparse(one):
-            check_out(entry.spec, one)
+        if not is_sparse_tensor(one):
+            check_out_value(entry.spec, one)
         elif one.shape != entry.spec.shape:
             raise shape_mismatch_error(entry.spec, one)
     return outs
 
 
-def _for_each(keys: Sequence[Key], given: Any, what: str) -> list[Any]:
+def _values_for_each_key(keys: Sequence[Key], given: Any, what: str) -> list[Any]:
     if not isinstance(given, list | tuple) or len(given) != len(keys):
         got = f"{len(given)}" if isinstance(given, list | tuple) else type(given).__name__
         raise ConfigurationError(f"{len(keys)} keys need a list of {len(keys)} {what}, got {got}")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec, make_codec
-from kvstore_server.commands import LONGEST, check_head
+from kvstore_server.commands import LONGEST, check_command_head
 from kvstore_server.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -39,36 +39,36 @@ from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import (
     ReplicaCompressor,
-    dense_sum,
-    densify,
+    densify_replica,
+    merge_replica_rows,
     merge_replicas,
-    merge_rows,
-    sum_rows,
+    sum_dense_replicas,
+    sum_replica_rows,
 )
 from kvtrainer.client.round import Round
 from kvtrainer.client.tables import Compressor, RemoteTable
-from kvtrainer.common.tensors import is_sparse
+from kvtrainer.common.tensors import is_sparse_tensor
 from kvtrainer.common.thread_guard import exclusive
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import SparsePullWarning, StateMismatchError
 from kvtrainer.kvstore.agreement import Agreement, RankAgreement
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
 from kvtrainer.kvstore.values import (
-    Entry,
     RowPull,
+    ValueEntry,
     Values,
-    as_sparse,
-    check_key,
-    check_keys,
+    as_sparse_value,
     check_on_cuda,
-    check_out,
+    check_out_value,
+    check_value_key,
+    check_value_keys,
     flat_view,
     read_row_pulls,
     read_values,
     shape_mismatch_error,
-    spec_of,
-    targets_of,
-    write_rows,
+    spec_of_value,
+    targets_of_values,
+    write_row_values,
 )
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.replicas import AUTO
@@ -79,7 +79,7 @@ from kvtrainer.states.format import (
     export_states,
     import_states,
     read_state_file,
-    saved_problems,
+    saved_state_problems,
     write_state_file,
 )
 
@@ -88,13 +88,13 @@ WORKERS, SERVERS = 4, 2
 # Key in a state file's extra values: whether loading also restores the optimizer's options and update count.
 _NUMBERS = "numbers count"
 
-Found = tuple[list[Entry], Values]
+Found = tuple[list[ValueEntry], Values]
 """Known keys, each once, and their checked tensors."""
-_Store = TypeVar("_Store", bound="TableKVStore")
+_Store = TypeVar("_Store", bound="KVStoreVerbs")
 
 
 @uncompiled
-class TableKVStore(KVStoreBase):
+class KVStoreVerbs(KVStoreBase):
     """init, push, pull, pushpull and broadcast as in MXNet.
 
     Not thread-safe. `push` returns at once, and its error is raised by the next call that uses the key, by `barrier` or
@@ -124,7 +124,7 @@ class TableKVStore(KVStoreBase):
         self._replicas: ReplicaCompressor | None = None
         # Compresses the sum of the replicas on its way to servers.
         self._codec: Codec | None = None
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[Key, ValueEntry] = {}
         # (table, round) of each key of the push in progress. Kept if the push is interrupted, for the next one to
         # check.
         self._given: list[tuple[RemoteTable, int]] = []
@@ -225,7 +225,7 @@ class TableKVStore(KVStoreBase):
         ):
             keys, outs, copies = self._without_sparse(keys, outs, ignore_sparse)
         entries, outs = self._find_entries(keys, outs, is_out=True)
-        arenas, others = targets_of(entries, outs)
+        arenas, others = targets_of_values(entries, outs)
         self._client.rounds.pull([entry.table for entry in entries], arenas)
         for target, flat in others:
             target.copy_(flat.view(target.shape))
@@ -340,7 +340,7 @@ class TableKVStore(KVStoreBase):
         """
         optimizer, parameters = self._known_optimizer(), dict[str, SavedParameter]()
         for spec, table in [(entry.spec, entry.table) for entry in self._entries.values()]:
-            state = export_states(table.plan, _Holder(self._client, table)).get(0, {})
+            state = export_states(table.plan, _VerbsStateHolder(self._client, table)).get(0, {})
             counted = {**state, "step": int(state["step"])} if state else {}
             parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, 0, counted)
         options, extra = [dict(optimizer.plain_hyper())], {_NUMBERS: dump_optimizer}
@@ -368,7 +368,7 @@ class TableKVStore(KVStoreBase):
     def _fitting_states(self, fname: str | os.PathLike[str]) -> SavedStates:
         optimizer, specs = self._known_optimizer(), [entry.spec for entry in self._entries.values()]
         saved = read_state_file(fname)
-        if problems := [*saved_problems(saved, specs, optimizer, "keys", "this kvstore")]:
+        if problems := [*saved_state_problems(saved, specs, optimizer, "keys", "this kvstore")]:
             raise StateMismatchError(
                 f"the saved states do not fit this kvstore, which is unchanged: {'; '.join(problems)}. Load the states "
                 "of the same keys and the same optimizer"
@@ -378,7 +378,10 @@ class TableKVStore(KVStoreBase):
     def _adopt_states(self, saved: SavedStates) -> None:
         optimizer = self._known_optimizer()
         for entry in self._entries.values():
-            found, holder = saved.parameters[entry.spec.key].state, _Holder(self._client, entry.table)
+            found, holder = (
+                saved.parameters[entry.spec.key].state,
+                _VerbsStateHolder(self._client, entry.table),
+            )
             states = {0: dict(found)} if found else {}
             import_states(entry.table.plan, holder, states, optimizer, torch.device("cpu"))
         if saved.extra.get(_NUMBERS) and saved.groups:
@@ -460,7 +463,7 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: `head` is not an int in 0 … 2**31 - 1, or `body` is not a text of up to 1 MiB.
             ServerUnreachableError: A server did not answer within `dead_after` seconds.
         """
-        head = check_head(head)
+        head = check_command_head(head)
         if not isinstance(body, str):
             raise ConfigurationError(f"the body of a command must be a str, got {type(body).__name__}")
         try:
@@ -534,7 +537,7 @@ class TableKVStore(KVStoreBase):
 
     def _find_entries(self, keys: Sequence[Key], values: Values, is_out: bool = False) -> Found:
         """Look up keys and check the tensors to be read or written. Tensors of a repeated key are joined."""
-        entries: list[Entry] = []
+        entries: list[ValueEntry] = []
         more, key_type = values.others, type(next(iter(self._entries), None))
         for at, (key, first) in enumerate(zip(keys, values.first, strict=True)):
             entry = self._entries.get(key) if type(key) is key_type else None
@@ -544,14 +547,14 @@ class TableKVStore(KVStoreBase):
                 if tensor.shape != entry.spec.shape or not (is_out or tensor.dtype is entry.dtype):
                     raise shape_mismatch_error(entry.spec, tensor)
                 if is_out and (tensor.layout is not torch.strided or not tensor.is_contiguous()):
-                    check_out(entry.spec, tensor)
+                    check_out_value(entry.spec, tensor)
             if self._only_cuda:
                 devices = [one.device for one in (first, *more.get(at, ()))]
                 check_on_cuda(devices, f"the values of key {entry.spec.key!r}")
             entries.append(entry)
         if len(set(entries)) == len(entries):
             return entries, values
-        joined: dict[Entry, list[Tensor]] = {}
+        joined: dict[ValueEntry, list[Tensor]] = {}
         for entry, tensors in zip(entries, values.lists(), strict=True):
             joined.setdefault(entry, []).extend(tensors)
         return list(joined), Values.of(joined.values())
@@ -573,9 +576,11 @@ class TableKVStore(KVStoreBase):
             arenas: list[dict[str, Tensor]] | None = None
             others: list[tuple[Tensor, Tensor]] = []
             if out is not None:
-                arenas, others = targets_of(*self._find_entries(*read_values(key, out, "out"), is_out=True))
+                arenas, others = targets_of_values(
+                    *self._find_entries(*read_values(key, out, "out"), is_out=True)
+                )
             for entry, replicas in zip(entries, given.lists(), strict=True) if self.group is not None else ():
-                if all(map(is_sparse, replicas)) and self._goes_by_rows(entry):
+                if all(map(is_sparse_tensor, replicas)) and self._goes_by_rows(entry):
                     by_rows.append(entry.spec.key)
         except Exception as error:
             if self.group is not None:
@@ -627,7 +632,7 @@ class TableKVStore(KVStoreBase):
             target.copy_(flat.view(target.shape))
         self._given = []
 
-    def _wait(self, round_: Round, entries: Sequence[Entry]) -> None:
+    def _wait(self, round_: Round, entries: Sequence[ValueEntry]) -> None:
         """Wait for a round. Residuals of the keys that were applied are committed."""
         try:
             self._client.rounds.wait(round_)
@@ -649,7 +654,12 @@ class TableKVStore(KVStoreBase):
             )
 
     def _sum_over_ranks(
-        self, group: RankGroup, verb: str, entries: Sequence[Entry], given: Values, by_rows: Sequence[str]
+        self,
+        group: RankGroup,
+        verb: str,
+        entries: Sequence[ValueEntry],
+        given: Values,
+        by_rows: Sequence[str],
     ) -> Values:
         """Sum values over all ranks, row by row for keys that are row-sparse on every rank. Raises as `_contribute`."""
         said = {
@@ -664,12 +674,12 @@ class TableKVStore(KVStoreBase):
             spec = entry.spec
             # A key is summed by rows only if all ranks gave rows; otherwise all use the dense form.
             if spec.key in rows_only:
-                mine = merge_rows(spec, values)
+                mine = merge_replica_rows(spec, values)
                 counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)], device="cpu"))]
-                ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
-                summed.append(as_sparse(spec, ids, total.to(entry.dtype)))
+                ids, total = sum_replica_rows(group.gather_rows(mine, counts), spec.dtype)
+                summed.append(as_sparse_value(spec, ids, total.to(entry.dtype)))
             else:
-                first, *others = [densify(spec, one) for one in values]
+                first, *others = [densify_replica(spec, one) for one in values]
                 flat = self._merge(entry, first, others, is_borrowed=False)
                 assert isinstance(flat, Tensor)
                 group.sum(flat, [(0, flat.numel())])
@@ -677,7 +687,7 @@ class TableKVStore(KVStoreBase):
         return Values(summed, {})
 
     def _merge(
-        self, entry: Entry, first: Tensor, others: Sequence[Tensor], is_borrowed: bool
+        self, entry: ValueEntry, first: Tensor, others: Sequence[Tensor], is_borrowed: bool
     ) -> Tensor | RowSet:
         """Sum replicas to flat memory (the caller's own if `is_borrowed`) or to rows. Raises as `push`."""
         spec = entry.spec
@@ -686,18 +696,18 @@ class TableKVStore(KVStoreBase):
         if flat is not None:
             return flat if is_borrowed else flat.clone()
         replicas = [first, *others]
-        sparse = [is_sparse(one) for one in replicas]
+        sparse = [is_sparse_tensor(one) for one in replicas]
         if all(sparse):
             if self._goes_by_rows(entry):
-                return merge_rows(spec, replicas)
-            return dense_sum(spec, replicas).view(-1)
+                return merge_replica_rows(spec, replicas)
+            return sum_dense_replicas(spec, replicas).view(-1)
         if any(sparse):
-            replicas = [densify(spec, one) for one in replicas]
+            replicas = [densify_replica(spec, one) for one in replicas]
         if self._replicas is not None and is_compressed:
             return self._replicas.merge(spec.key, replicas)
         return merge_replicas(replicas, self._reducer)
 
-    def _goes_by_rows(self, entry: Entry) -> bool:
+    def _goes_by_rows(self, entry: ValueEntry) -> bool:
         """Return whether row-sparse values of a key are pushed by rows. Raises as `push`."""
         if self._optimizer is None and self._engine is not None:
             # As in MXNet's stores in process: the other rows become zero.
@@ -721,7 +731,7 @@ class TableKVStore(KVStoreBase):
         for key, tensors in zip(keys, outs.lists(), strict=True):
             kept = []
             for one in tensors:
-                if not is_sparse(one):
+                if not is_sparse_tensor(one):
                     kept.append(one)
                 elif not ignore_sparse:
                     if self._engine is None:
@@ -758,10 +768,10 @@ class TableKVStore(KVStoreBase):
                 arena = p.entry.new_arena()
                 self._client.rounds.pull([table], [arena])
                 found = arena[spec.dtype].view(spec.shape[0], -1)[p.ids]
-            results.append(as_sparse(spec, p.ids, found))
+            results.append(as_sparse_value(spec, p.ids, found))
         for p, rows in zip(pulls, results, strict=True):
             for out in p.outs:
-                write_rows(out, rows)
+                write_row_values(out, rows)
         return results
 
     def _create(self, keys: Sequence[Key], values: Values, outs: Values) -> None:
@@ -771,23 +781,23 @@ class TableKVStore(KVStoreBase):
         integers = INTEGERS if self._engine is not None else ()
         # 1. Check keys, values and outs.
         try:
-            check_keys(keys)
+            check_value_keys(keys)
             for key, replicas in zip(keys, values.lists(), strict=True):
                 self._check_new(key, seen)
                 seen.add(str(key))
                 if self._only_cuda and self.group is not None:
                     check_on_cuda([one.device for one in replicas], f"the values of key {key!r}")
-                specs.append(spec_of(key, replicas[0], integers))
+                specs.append(spec_of_value(key, replicas[0], integers))
             for spec, tensors in zip(specs, outs.lists(), strict=False):
                 for tensor in tensors:
-                    check_out(spec, tensor)
+                    check_out_value(spec, tensor)
         except Exception as error:
             if self.group is not None:
                 self.group.report("init", error)
             raise
         # 2. Densify before registering: from the registration on, the other workers wait for this one's value.
         rows = zip(specs, values.first, strict=True)
-        flats = [merge_replicas([densify(spec, first)]) for spec, first in rows]
+        flats = [merge_replicas([densify_replica(spec, first)]) for spec, first in rows]
         # 3. Agree with the other ranks, and take rank 0's values.
         if self.group is not None:
             self.group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})
@@ -797,8 +807,8 @@ class TableKVStore(KVStoreBase):
         # 4. Register the keys and send the values.
         whole_keys = self._optimizer is not None and not self._optimizer.elementwise
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
-        entries = [Entry(spec, table) for spec, table in zip(specs, tables, strict=True)]
-        arenas, others = targets_of(entries if outs.first else (), outs)
+        entries = [ValueEntry(spec, table) for spec, table in zip(specs, tables, strict=True)]
+        arenas, others = targets_of_values(entries if outs.first else (), outs)
         for table in tables:
             table.compressor = self._compressor(table)
         mine = None
@@ -812,7 +822,7 @@ class TableKVStore(KVStoreBase):
     # ---------------------------------------------------------------- keys that are refused
 
     def _refuse(self, unknown: Key, keys: Sequence[Key]) -> NoReturn:
-        check_keys(keys)
+        check_value_keys(keys)
         self._check_type(unknown)
         raise KeyNotFoundError(f"key {unknown!r} has not been initialised; call init or broadcast first")
 
@@ -825,7 +835,7 @@ class TableKVStore(KVStoreBase):
 
     def _check_type(self, key: Key) -> None:
         known = next(iter(self._entries), key)
-        if type(known) is not type(check_key(key)):
+        if type(known) is not type(check_value_key(key)):
             raise ConfigurationError(
                 f"this store has {type(known).__name__} keys, so {key!r} cannot be one of them"
             )
@@ -885,7 +895,7 @@ def agreement_of(store: KVStoreBase | None) -> Agreement:
     """
     if store is None or store.num_workers == 1:
         return Agreement()
-    if not isinstance(store, TableKVStore):
+    if not isinstance(store, KVStoreVerbs):
         raise ConfigurationError(
             f"the {store.num_workers} workers of kvstore {store.type!r} can only exchange sums, because it is a "
             "third-party store. load_states(), a Strategy, and workers of other frameworks need 'dist_sync', or "
@@ -895,7 +905,7 @@ def agreement_of(store: KVStoreBase | None) -> Agreement:
     return store.open_agreement()
 
 
-class _Holder:
+class _VerbsStateHolder:
     """Reads and writes the optimizer state of one table."""
 
     def __init__(self, client: Client, table: RemoteTable) -> None:

@@ -35,7 +35,7 @@ from kvstore_server.plan import ALIGNMENT, ITEM_SIZE, PAGE, SIZES, Plan
 from kvstore_server.transport.pages import put_pages
 from kvtrainer.errors import ROW_MAJOR, ConfigurationError, ParameterMovedError
 from kvtrainer.memory.row_sparse import is_row_sparse
-from kvtrainer.memory.views import FormerMemory, is_shared
+from kvtrainer.memory.views import FormerMemoryViews, has_shared_views
 from kvtrainer.memory.write_watch import WriteDetector
 from kvtrainer.types import NO_TARGETS
 
@@ -75,7 +75,7 @@ class Arena:
         self._resident = [not spec.row_sparse for spec in plan.specs]
         here = list(compress(self._parameters, self._resident))
         nbytes = plan.key_nbytes
-        _check_parameters(parameters, names, here, self._resident, nbytes)
+        _check_arena_parameters(parameters, names, here, self._resident, nbytes)
         # 2. Copy their values and point `data` at the copies.
         self.device = parameters[0].device
         self.weights = self._allocate()
@@ -86,7 +86,7 @@ class Arena:
             with torch.no_grad():
                 torch._foreach_copy_(pieces, list[Tensor](here))
         # 3. Start looking for writes, and for others that still see the former memory.
-        former = FormerMemory(here)
+        former = FormerMemoryViews(here)
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
         self.writes = WriteDetector(self._parameters, self.weights, plan)
@@ -106,7 +106,7 @@ class Arena:
         self._places: list[Tensor] = []
         # The last nonempty `targets`, with the buffers of all gradients then. Kept, as a loop may alternate.
         self._redirected: tuple[Mapping[int, Tensor], list[Tensor]] = NO_TARGETS, []
-        _record_placed(self._addresses, here)
+        _record_placed_in_arena(self._addresses, here)
         former.warn_of_views(list(compress(names, self._resident)))
 
     @cached_property
@@ -166,7 +166,7 @@ class Arena:
             self._redirected = targets, [moved.get(key, piece) for key, piece in enumerate(own)]
         # Gradients now go to the targets, so the arena's own buffers can give their memory back.
         for flat in self.grads.values() if targets else ():
-            _give_pages_back(flat)
+            _give_arena_pages_back(flat)
         self._places = self._redirected[1] if targets else own
         self._targets = targets
 
@@ -235,7 +235,7 @@ class Arena:
         moved = [at for at, (p, now, address) in rows if now != address or not p.is_contiguous()]
         keys = list(compress(range(len(self._names)), self._resident))
         lost = [self._names[keys[at]] for at in moved if not self._is_in_another(keys[at])]
-        if lost and any(map(is_shared, map(self._here.__getitem__, moved))):
+        if lost and any(map(has_shared_views, map(self._here.__getitem__, moved))):
             raise ParameterMovedError(
                 f"share_memory() has moved the data of {len(lost)} of {len(self._names)} parameters after the Trainer "
                 f"was built, so updates would not reach the model: {', '.join(lost)}. The Trainer needs them in its "
@@ -261,7 +261,7 @@ class Arena:
             parameter, piece = self._here[at], pieces[at]
             piece.copy_(parameter.detach())
             parameter.data = piece
-            _record_placed([piece.data_ptr()], [parameter])
+            _record_placed_in_arena([piece.data_ptr()], [parameter])
 
     def _is_in_another(self, key: int) -> bool:
         parameter = self._parameters[key]
@@ -278,14 +278,14 @@ class Arena:
     def _allocate(self) -> dict[str, Tensor]:
         """Allocate zeros, on the CPU in pages of their own, which can be remapped and cost nothing until written."""
         is_here, sizes = self.device.type == "cpu", self._plan.resident_sizes.items()
-        make = _paged_zeros if is_here else partial(aligned_zeros, device=self.device)
+        make = _paged_arena_zeros if is_here else partial(aligned_zeros, device=self.device)
         return {dtype: make(size, getattr(torch, dtype)) for dtype, size in sizes}
 
     @torch.inference_mode(False)
     def _views_of_keys(self, flats: Mapping[str, Tensor]) -> list[Tensor]:
         """Return a view for every key, each with its own storage object; empty tensors for row-sparse keys."""
         plan, pieces = self._plan, []
-        aliases = {dtype: _alias_of(flat) for dtype, flat in flats.items()}
+        aliases = {dtype: _alias_of_arena(flat) for dtype, flat in flats.items()}
         rows = zip(self._parameters, plan.specs, plan.key_offsets, plan.numels, self._resident, strict=True)
         for parameter, spec, at, numel, is_here in rows:
             if numel and is_here:
@@ -297,14 +297,14 @@ class Arena:
         return pieces
 
 
-def _paged_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+def _paged_arena_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """Allocate zeros in private pages of their own, which a fork copies on write."""
     nbytes = numel * dtype.itemsize
     pages = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.from_numpy(np.frombuffer(pages, np.uint8)[:nbytes]).view(dtype)
 
 
-def _give_pages_back(flat: Tensor) -> None:
+def _give_arena_pages_back(flat: Tensor) -> None:
     """Zero a tensor of whole pages by replacing them with untouched ones."""
     nbytes = -(-flat.nbytes // PAGE) * PAGE
     # If it fails the pages stay; they are zeroed when they are used again.
@@ -312,7 +312,7 @@ def _give_pages_back(flat: Tensor) -> None:
         put_pages(flat.data_ptr(), nbytes, -1, 0, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-class _CudaPiece:
+class _CudaArenaPiece:
     """Aliases a part of a CUDA tensor, as integers because the interface lacks bfloat16. Keeps the tensor alive."""
 
     def __init__(self, flat: Tensor, offset: int, numel: int) -> None:
@@ -327,18 +327,18 @@ class _CudaPiece:
 
 
 @cache
-def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
+def _alias_of_arena(flat: Tensor) -> Callable[..., Tensor]:
     """Return a function (count=elements, offset=bytes) → alias of that part, with a storage of its own size."""
     if flat.device.type == "cuda":
 
         def alias(count: int, offset: int) -> Tensor:
-            return torch.as_tensor(_CudaPiece(flat, offset, count), device=flat.device).view(flat.dtype)
+            return torch.as_tensor(_CudaArenaPiece(flat, offset, count), device=flat.device).view(flat.dtype)
 
         return alias
     return partial(torch.frombuffer, flat.view(torch.uint8).numpy().data, dtype=flat.dtype)
 
 
-def _record_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
+def _record_placed_in_arena(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
     # Eight times cheaper than a WeakValueDictionary.
     found = dict(zip(addresses, map(weakref.ref, parameters), strict=True))
     # Other threads build Trainers too, and may reuse the addresses of dead parameters.
@@ -351,7 +351,7 @@ def _record_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) ->
         _placed.update(found)
 
 
-def _check_parameters(
+def _check_arena_parameters(
     parameters: Sequence[Parameter],
     names: Sequence[str],
     here: Sequence[Parameter],
@@ -377,23 +377,27 @@ def _check_parameters(
             if p.device != home
         ]
         rows = zip(names_here, here, strict=True)
-        problems = problems or [f"{name!r} {problem}" for name, p in rows if (problem := _problem_with(p))]
+        problems = problems or [
+            f"{name!r} {problem}" for name, p in rows if (problem := _arena_problem_with(p))
+        ]
     # Requires dense parameters on one device.
-    problems = problems or list(_overlap_problems(here, names_here, list(compress(nbytes, resident))))
+    problems = problems or list(_arena_overlap_problems(here, names_here, list(compress(nbytes, resident))))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
 
 
-def can_hold(parameter: Parameter, home: torch.device) -> bool:
+def arena_can_hold(parameter: Parameter, home: torch.device) -> bool:
     if parameter.device != home or parameter.dtype not in HELD_DTYPES:
         return False
     is_usual = type(parameter) is Parameter and parameter.layout is torch.strided
     return (
-        (is_usual and parameter.is_contiguous()) or is_row_sparse(parameter) or not _problem_with(parameter)
+        (is_usual and parameter.is_contiguous())
+        or is_row_sparse(parameter)
+        or not _arena_problem_with(parameter)
     )
 
 
-def _problem_with(parameter: Parameter) -> str | None:
+def _arena_problem_with(parameter: Parameter) -> str | None:
     # `.data` is slow, and for exactly a Parameter it is always a plain Tensor.
     kind = Tensor if type(parameter) is Parameter else type(parameter.data)
     if kind is not Tensor:
@@ -411,7 +415,7 @@ def _problem_with(parameter: Parameter) -> str | None:
     return None
 
 
-def _overlap_problems(
+def _arena_overlap_problems(
     parameters: Sequence[Parameter], names: Sequence[str], nbytes: Sequence[int]
 ) -> Iterator[str]:
     """Yield a message for each parameter that shares memory with an earlier one. All are dense, on one device."""

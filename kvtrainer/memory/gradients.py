@@ -71,7 +71,7 @@ class GradientTracker:
         self._nodes: list[Node | None] = [None] * count
         # Others may hold a node too and would keep calling its hooks, so they are removed.
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove_hooks, self._handles).atexit = False
+        weakref.finalize(self, _remove_gradient_hooks, self._handles).atexit = False
         self._forward_handle: RemovableHandle | None = None
         self._listener: Callable[[int], None] | None = None
         self.grad_allocators: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
@@ -112,14 +112,14 @@ class GradientTracker:
             me = weakref.ref(self)
             for at in range(0, len(ready), _FEW):
                 few = ready[at : at + _FEW]
-                for i, node in zip(few, _nodes_of([self._parameters[i] for i in few]), strict=True):
+                for i, node in zip(few, _gradient_nodes_of([self._parameters[i] for i in few]), strict=True):
                     self._nodes[i] = node
-                    self._handles.append(node.register_prehook(_BeforeAccumulation(me, i)))
+                    self._handles.append(node.register_prehook(_BeforeGradientAccumulation(me, i)))
                     if self._listener is not None:
-                        self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
+                        self._handles.append(node.register_hook(partial(_after_gradient_accumulation, me, i)))
             is_waiting = len(ready) < len(unwatched)
             if is_waiting and self._forward_handle is None:
-                self._forward_handle = register_module_forward_hook(partial(_after_forward, me))
+                self._forward_handle = register_module_forward_hook(partial(_track_after_forward, me))
                 weakref.finalize(self, self._forward_handle.remove)
             elif not is_waiting:
                 self._stop_waiting()
@@ -130,7 +130,7 @@ class GradientTracker:
         me = weakref.ref(self)
         for i, node in enumerate(self._nodes):
             if node is not None:
-                self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
+                self._handles.append(node.register_hook(partial(_after_gradient_accumulation, me, i)))
 
     def fresh(self, among: Sequence[bool], with_edits: bool = False) -> list[bool]:
         """Return which of the parameters in `among` have a gradient that no `consume` took.
@@ -159,7 +159,7 @@ class GradientTracker:
             grad = grads[i]
             if not self._is_written(grad, i):
                 continue
-            is_zero = _is_zero(grad)
+            is_zero = _is_zero_gradient(grad)
             found[i] = with_edits or (i in self._cleared and not is_zero)
             if not (is_zero or i in self._cleared):
                 self.written.append(i)
@@ -243,7 +243,7 @@ class GradientTracker:
             self._listener = self._seen = None
             self.grad_allocators = {}
             self._stop_waiting()
-            _remove_hooks(self._handles)
+            _remove_gradient_hooks(self._handles)
             self._nodes = [None] * len(self._parameters)
 
     def _stop_waiting(self) -> None:
@@ -279,7 +279,7 @@ class GradientTracker:
                     continue
                 if not self._is_written(grad, i):
                     parameter.grad = None
-                elif _is_zero(grad):
+                elif _is_zero_gradient(grad):
                     self._cleared.add(i)
                 elif mode is None:
                     self._doubtful.add(i)
@@ -287,11 +287,11 @@ class GradientTracker:
             self._to_drop = ()
 
 
-def _is_zero(grad: Tensor) -> bool:
+def _is_zero_gradient(grad: Tensor) -> bool:
     return not (grad._values() if grad.is_sparse else grad).any()
 
 
-def _remove_hooks(handles: list[RemovableHandle]) -> None:
+def _remove_gradient_hooks(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
@@ -307,7 +307,7 @@ def largest_numel(parameters: Sequence[Parameter]) -> int:
     return max(map(Tensor.numel, shaped), default=0)
 
 
-class _AllOf(torch.autograd.Function):
+class _GradientNodes(torch.autograd.Function):
     """Takes many tensors, to get the edges of its graph node in one call. One call each would cost much more."""
 
     @staticmethod
@@ -319,18 +319,18 @@ class _AllOf(torch.autograd.Function):
         raise AssertionError("this function's result is never used")
 
 
-def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
+def _gradient_nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
     if not parameters:
         return []
     with torch.inference_mode(False), torch.enable_grad():
         # Bypasses Function.apply, which inspects each argument in Python for functorch.
-        result: Tensor = super(torch.autograd.Function, _AllOf).apply(*parameters)  # type: ignore[no-untyped-call]
+        result: Tensor = super(torch.autograd.Function, _GradientNodes).apply(*parameters)  # type: ignore[no-untyped-call]
     assert result.grad_fn is not None
     return [node for node, _ in result.grad_fn.next_functions if node is not None]
 
 
 @uncompiled
-class _BeforeAccumulation:
+class _BeforeGradientAccumulation:
     """Pre-hook of an AccumulateGrad node. A class, because a partial is two objects for the garbage collector."""
 
     __slots__ = ("_i", "_tracker")
@@ -371,7 +371,7 @@ class _BeforeAccumulation:
 
 
 @uncompiled
-def _after_accumulation(
+def _after_gradient_accumulation(
     tracker_ref: weakref.ref[GradientTracker], i: int, _: object, grads: tuple[Tensor | None, ...]
 ) -> None:
     tracker = tracker_ref()
@@ -380,7 +380,7 @@ def _after_accumulation(
 
 
 @uncompiled
-def _after_forward(
+def _track_after_forward(
     tracker_ref: weakref.ref[GradientTracker], module: Module, args: object, output: object
 ) -> None:
     tracker = tracker_ref()

@@ -28,8 +28,8 @@ from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.protocol.rows import RowSet
-from kvtrainer.client.replica_sums import ReplicaCompressor, sum_rows
-from kvtrainer.common.tensors import dtype_name
+from kvtrainer.client.replica_sums import ReplicaCompressor, sum_replica_rows
+from kvtrainer.common.tensors import tensor_dtype_name
 from kvtrainer.errors import (
     ROW_MAJOR,
     ConfigurationError,
@@ -38,10 +38,18 @@ from kvtrainer.errors import (
     StaleGradientError,
     level_of_user,
 )
-from kvtrainer.memory.arena import HELD_DTYPES, Arena, can_hold
+from kvtrainer.memory.arena import HELD_DTYPES, Arena, arena_can_hold
 from kvtrainer.memory.gradients import GradientTracker, lazy_parameters
-from kvtrainer.memory.row_sparse import RowTables
-from kvtrainer.parallel.replicas import AUTO, FLAT, LISTS, device_names, flat_sum, make_reducer, policy_of
+from kvtrainer.memory.row_sparse import RowSparseTables
+from kvtrainer.parallel.replicas import (
+    AUTO,
+    FLAT,
+    LISTS,
+    flat_replica_sum,
+    make_replica_reducer,
+    policy_of,
+    replica_device_names,
+)
 from kvtrainer.types import NO_TARGETS, Group
 
 _dtype_of = attrgetter("dtype")
@@ -236,10 +244,10 @@ class Memory:
         self._labels = [self.names]
         if count > 1:
             self._labels = [
-                [f"{name} on {one}" for name in self.names] for one in device_names(self._devices)
+                [f"{name} on {one}" for name in self.names] for one in replica_device_names(self._devices)
             ]
         # 2. Watch the gradients on every device.
-        self.tables = RowTables(replicas)
+        self.tables = RowSparseTables(replicas)
         """The row-sparse parameters, which are only in the store."""
         self.devices = [
             DeviceMemory(parameters, labels if at else self.names, self.tables)
@@ -253,7 +261,7 @@ class Memory:
         self.own_present: list[Sequence[bool]] = []
         """By device: the keys whose gradients were gathered last."""
         self._is_summed = False
-        self._reducer, self._reducer_name = make_reducer(FLAT, self._devices), FLAT
+        self._reducer, self._reducer_name = make_replica_reducer(FLAT, self._devices), FLAT
         self.left_out: list[Parameter] = []
         """Parameters without a shape when the others were placed, and frozen ones that an arena cannot hold.
 
@@ -436,7 +444,7 @@ class Memory:
         """
         self._is_summed = True
         if reducer != self._reducer_name:
-            self._reducer, self._reducer_name = make_reducer(reducer, self._devices), reducer
+            self._reducer, self._reducer_name = make_replica_reducer(reducer, self._devices), reducer
         has_rows, home, summed_rows = any(device.rows for device in self.devices), self.arena.device, {}
         # 1. Keys that are summed alone: rows, and everything that a compressor encodes.
         for key, spec in enumerate(self.plan.specs) if has_rows or compressor is not None else ():
@@ -444,11 +452,11 @@ class Memory:
             by_rows = [device.rows[key] for device in given if key in device.rows]
             if given and len(by_rows) == len(given):
                 here = [RowSet(rows.ids.to(home), rows.values.to(home)) for rows in by_rows]
-                summed_rows[key] = sum_rows(here, spec.dtype)
+                summed_rows[key] = sum_replica_rows(here, spec.dtype)
                 continue
             pieces = [device.densified(key) for device in self.devices] if given else []
             if by_rows and compressor is not None:
-                flat_sum(pieces)  # row-sparse gradients are not compressed
+                flat_replica_sum(pieces)  # row-sparse gradients are not compressed
             elif given and compressor is not None:
                 rows = zip(self.devices, pieces, strict=True)
                 said = [piece if device in given else None for device, piece in rows]
@@ -540,7 +548,7 @@ class Memory:
         out = {
             key
             for key, p in enumerate(self.parameters)
-            if not p.requires_grad and not (is_lazy(p) or can_hold(p, self._devices[0]))
+            if not p.requires_grad and not (is_lazy(p) or arena_can_hold(p, self._devices[0]))
         }
         out.update([self.keys[id(p)] for p in lazy_parameters(self.parameters)])
         self.left_out = [self.parameters[key] for key in sorted(out)]
@@ -558,7 +566,7 @@ class Memory:
                 "made by torch.view_as_real"
             )
         # 3. Make the plan.
-        sizes, dtypes = [p.shape for p in placed], [dtype_name(p.dtype) for p in placed]
+        sizes, dtypes = [p.shape for p in placed], [tensor_dtype_name(p.dtype) for p in placed]
         # Equal shapes share a tuple: thousands of tuples would trigger a full garbage collection.
         shape_of = {size: tuple(size) for size in set(sizes)}
         shapes = [shape_of[size] for size in sizes]

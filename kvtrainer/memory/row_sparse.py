@@ -6,8 +6,8 @@ row-sparse gradient with distinct ids. `__torch_function__` lets through what do
 RowSparseError for everything else, so a table is never silently read as the scalar.
 
 Initial values stay with the parameter (a number, tensor or function) until the Trainer's first step or read creates the
-store; then `_place` drops them. `RowTables` keeps a Trainer's row-sparse parameters, the values that the store does not
-have yet, and the rows to be prefetched.
+store; then `_place` drops them. `RowSparseTables` keeps a Trainer's row-sparse parameters, the values that the store
+does not have yet, and the rows to be prefetched.
 
 Invariants: at most one live Trainer owns a parameter, and refers to it weakly. Rank 0's values count.
 """
@@ -29,9 +29,9 @@ from torch.nn import Parameter
 
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
-from kvstore_server.optimizer.rows import SortedIds, sort_ids
+from kvstore_server.optimizer.rows import SortedRowIds, sort_row_ids
 from kvstore_server.plan import ITEM_SIZE
-from kvtrainer.common.tensors import flat_ids, read_ids
+from kvtrainer.common.tensors import flatten_id_tensor, read_id_tensor
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.parallel.replicas import COPIES
@@ -56,7 +56,7 @@ _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _filling = threading.RLock()
 
 
-class Owner(Protocol):
+class RowSparseOwner(Protocol):
     """The Trainer that owns a row-sparse parameter."""
 
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class RowSparseParameter(Parameter):
 
     _init: Init
     _seed: int
-    _owner: weakref.ref[Owner] | None
+    _owner: weakref.ref[RowSparseOwner] | None
     _label: str
     _is_placed: bool
 
@@ -121,7 +121,7 @@ class RowSparseParameter(Parameter):
                 f"a RowSparseParameter has dtype {', '.join(ITEM_SIZE)}, got {scalar.dtype}"
             )
         self: RowSparseParameter = torch.Tensor._make_subclass(cls, scalar.expand(sizes), requires_grad)
-        self._init = _checked_init(init, sizes)
+        self._init = _checked_row_sparse_init(init, sizes)
         with _filling:
             self._seed = int(torch.randint(1 << 62, (), device="cpu")) if callable(init) else 0
         self._owner, self._label, self._is_placed = None, "", False
@@ -152,18 +152,18 @@ class RowSparseParameter(Parameter):
         # Attribute access would otherwise go through __torch_function__.
         with torch._C.DisableTorchFunctionSubclass():
             (num_rows, *of_row), device = self.shape, self.device
-        ids, shape = flat_ids(self._name(), row_ids, num_rows)
-        which: SortedIds | Tensor = ids
+        ids, shape = flatten_id_tensor(self._name(), row_ids, num_rows)
+        which: SortedRowIds | Tensor = ids
         rows = owner.row_sparse_read(self, ids)
         # The store is in another process or the rows are in several places: request each row once.
         if rows is None:
-            which = sort_ids(ids.numpy(), num_rows)
+            which = sort_row_ids(ids.numpy(), num_rows)
             rows = owner.row_sparse_pull(self, which.ids)
         rows = rows.to(device)
         if torch.is_grad_enabled():
-            gathered: Tensor = _Gather.apply(self, rows, which)  # type: ignore[no-untyped-call]
+            gathered: Tensor = _RowSparseGather.apply(self, rows, which)  # type: ignore[no-untyped-call]
         else:
-            gathered = _select_rows(rows, which)
+            gathered = _select_row_sparse_rows(rows, which)
         return gathered.view(*shape, *of_row)
 
     def detach(self) -> Tensor:
@@ -183,7 +183,7 @@ class RowSparseParameter(Parameter):
         """Set the initial values, as `load_state_dict` does. If a store has values already, `trainer.set_data()` must
         publish rank 0's before the next step, which otherwise raises WeightsWrittenError."""
         values = source.detach().clone()
-        _checked_init(values, tuple(self.shape))
+        _checked_row_sparse_init(values, tuple(self.shape))
         owner = self._owner() if self._owner is not None else None
         if self._is_placed and owner is not None:
             owner.row_sparse_write(self, values)
@@ -192,7 +192,7 @@ class RowSparseParameter(Parameter):
         self._owner = None if owner is None else self._owner
         return self
 
-    def claim(self, owner: Owner, name: str) -> None:
+    def claim(self, owner: RowSparseOwner, name: str) -> None:
         self._owner, self._label = weakref.ref(owner), name
 
     def check_claimable(self, name: str) -> None:
@@ -220,7 +220,7 @@ class RowSparseParameter(Parameter):
                 init(filled)
             init = filled
         if isinstance(init, Tensor):
-            return _source_of(init.detach().to("cpu", dtype).reshape(-1))
+            return _row_sparse_source(init.detach().to("cpu", dtype).reshape(-1))
         value = torch.tensor(float(init or 0), dtype=dtype, device="cpu")
         return lambda start, numel: value.expand(numel)
 
@@ -313,7 +313,7 @@ Tables = Mapping[int, Callable[[], Source]]
 NO_TABLES: Tables = MappingProxyType({})
 
 
-class RowTables:
+class RowSparseTables:
     """The row-sparse parameters of a Trainer by key, with replicas, and values that the store does not have yet."""
 
     def __init__(self, replicas: Sequence[Sequence[Parameter]]) -> None:
@@ -321,7 +321,7 @@ class RowTables:
         # id() of a parameter → its key.
         self._keys: dict[int, int] = {}
         for parameters in replicas:
-            for key, parameter in enumerate(parameters) if _has_tables(parameters) else ():
+            for key, parameter in enumerate(parameters) if _has_row_sparse_tables(parameters) else ():
                 if is_row_sparse(parameter):
                     self._parameters.setdefault(key, []).append(parameter)
                     self._keys[id(parameter)] = key
@@ -358,7 +358,7 @@ class RowTables:
                     + (did_you_mean(given, names) if isinstance(given, str) else "")
                 )
             parameter = self._parameters[key][0]
-            wanted[key] = read_ids(parameter._name(), ids, parameter.shape[0])
+            wanted[key] = read_id_tensor(parameter._name(), ids, parameter.shape[0])
         self.wanted = wanted
 
     def take_wanted(self) -> dict[int, Tensor]:
@@ -372,7 +372,7 @@ class RowTables:
         return {**{key: first._source for key, (first, *_) in self._parameters.items()}, **self.changed()}
 
     def changed(self) -> Tables:
-        return {key: partial(_source_of, flat) for key, flat in self.given.items()}
+        return {key: partial(_row_sparse_source, flat) for key, flat in self.given.items()}
 
     def are_placed(self) -> None:
         self.given.clear()
@@ -380,7 +380,7 @@ class RowTables:
             parameter._place()
 
 
-def _has_tables(parameters: Iterable[object]) -> bool:
+def _has_row_sparse_tables(parameters: Iterable[object]) -> bool:
     # By their classes: isinstance of each parameter would take longer.
     return any(issubclass(kind, RowSparseParameter) for kind in set(map(type, parameters)))
 
@@ -394,7 +394,7 @@ def row_sparse_parameters(groups: Sequence[Group]) -> list[tuple[str, RowSparseP
     found: list[tuple[str, RowSparseParameter]] = []
     for group in groups:
         of_devices = [group["params"], *group.get(COPIES, ())]
-        if not any(map(_has_tables, of_devices)):
+        if not any(map(_has_row_sparse_tables, of_devices)):
             continue
         for name, *copies in zip(group["param_names"], *of_devices, strict=True):
             if len(set(map(is_row_sparse, copies))) > 1:
@@ -407,25 +407,25 @@ def row_sparse_parameters(groups: Sequence[Group]) -> list[tuple[str, RowSparseP
     return found
 
 
-def _source_of(flat: Tensor) -> Source:
+def _row_sparse_source(flat: Tensor) -> Source:
     return lambda start, numel: flat[start : start + numel]
 
 
-def _select_rows(rows: Tensor, ids: SortedIds | Tensor) -> Tensor:
+def _select_row_sparse_rows(rows: Tensor, ids: SortedRowIds | Tensor) -> Tensor:
     """Repeat fetched rows for all positions of their ids. With plain ids, there is one row for each already."""
     return rows if isinstance(ids, Tensor) else rows.index_select(0, ids.places().to(rows.device))
 
 
 @uncompiled
-class _Gather(torch.autograd.Function):
+class _RowSparseGather(torch.autograd.Function):
     """Gathers rows for repeated ids; the backward pass sums the gradients of each id."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: SortedIds | Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: SortedRowIds | Tensor) -> Tensor:
         ctx.shape = tuple(parameter.shape)
         # A clone, because the loop may overwrite its ids before the backward pass.
         ctx.ids = ids.clone() if isinstance(ids, Tensor) else ids
-        return _select_rows(rows, ids)
+        return _select_row_sparse_rows(rows, ids)
 
     @staticmethod
     @once_differentiable
@@ -433,7 +433,7 @@ class _Gather(torch.autograd.Function):
         """Return a sparse gradient with distinct ids. Half precision is summed in float32 and rounded once."""
         flat, ordered = grad.reshape(len(grad), *ctx.shape[1:]), ctx.ids
         if isinstance(ordered, Tensor):
-            ordered = sort_ids(ordered.numpy(), ctx.shape[0])
+            ordered = sort_row_ids(ordered.numpy(), ctx.shape[0])
         values = ordered.sums(flat.float() if flat.dtype.itemsize < 4 else flat)
         sparse = torch.sparse_coo_tensor(
             ordered.ids.to(flat.device)[None],
@@ -446,7 +446,7 @@ class _Gather(torch.autograd.Function):
         return sparse, None, None
 
 
-def _checked_init(init: Any, shape: tuple[int, ...]) -> Init:
+def _checked_row_sparse_init(init: Any, shape: tuple[int, ...]) -> Init:
     if isinstance(init, Tensor):
         if tuple(init.shape) != shape or init.layout is not torch.strided or init.is_meta:
             raise ConfigurationError(

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from kvtrainer.errors import SharedWeightsWarning, level_of_user
 
 
-class FormerMemory:
+class FormerMemoryViews:
     """The memory of parameters that are about to move. Whatever still sees it would silently show old values."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -49,15 +49,15 @@ class FormerMemory:
     def _still_in_use(self) -> list[int]:
         """Return the parameters whose memory is still in use. Memory larger than a parameter may belong to others."""
         rows = enumerate(zip(self._references, self._nbytes, strict=True))
-        return [at for at, (memory, nbytes) in rows if nbytes and nbytes == _nbytes_of(memory)]
+        return [at for at, (memory, nbytes) in rows if nbytes and nbytes == _nbytes_of_viewed_memory(memory)]
 
 
-def is_shared(parameter: Parameter) -> bool:
+def has_shared_views(parameter: Parameter) -> bool:
     # CUDA memory always reports that it is shared.
     return parameter.device.type == "cpu" and bool(parameter.untyped_storage().is_shared())
 
 
-def _nbytes_of(memory: StorageWeakRef) -> int:
+def _nbytes_of_viewed_memory(memory: StorageWeakRef) -> int:
     if memory.expired():  # type: ignore[no-untyped-call]
         return 0
     storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)

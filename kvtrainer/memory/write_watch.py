@@ -6,7 +6,7 @@ Two signals are combined. Torch raises `_version` of a tensor with every in-plac
 weights that a store will overwrite, and only for memory whose writes the page map does not show (`check_written`).
 
 Checksums of a large arena are compared in turns: every step reads a fraction of it. A large table that only changes by
-rows is not read as a whole: `RowChecksums` updates the checksums of the rows that the Trainer writes.
+rows is not read as a whole: `WatchedRowChecksums` updates the checksums of the rows that the Trainer writes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WriteDetector:
         # Dtype → for each stretch between tables, for each turn, the parts to sum. Empty if no store has the weights.
         self._looked_at: dict[str, list[list[list[Tensor]]]] = {}
         # Key (by index) → checksums of a large table that only changes by rows.
-        self._tables: dict[int, RowChecksums] = {}
+        self._tables: dict[int, WatchedRowChecksums] = {}
         # Dtype → (begin, end) in bytes of what needs checksums. A missing dtype needs them everywhere.
         self._parts: Mapping[str, Sequence[tuple[int, int]]] = {}
 
@@ -95,7 +95,7 @@ class WriteDetector:
             elif ids is not None and self._parameters[key].nbytes >= WHOLE and not self._parts:
                 begin, end = self._place_of(key)
                 words = self._weights[self._plan.specs[key].dtype].view(torch.int64)[begin:end]
-                self._tables[key] = RowChecksums(words, self._parameters[key][0].nbytes)
+                self._tables[key] = WatchedRowChecksums(words, self._parameters[key][0].nbytes)
                 self._lay_out()
         self._sums = self._sums_now()
 
@@ -119,7 +119,7 @@ class WriteDetector:
         parts = self._parts.get(dtype, ((0, words.numel() * _WORD),))
         between = [(a, b) for a, b in zip(begins, ends, strict=True) if a < b]
         cut = [(max(a, x // _WORD), min(b, y // _WORD)) for a, b in between for x, y in parts]
-        return [_split_into_turns(words[a:b], every) for a, b in cut if a < b]
+        return [_split_into_watch_turns(words[a:b], every) for a, b in cut if a < b]
 
     def written_by_others(self) -> list[int]:
         """Return positions of parameters that others wrote since `accept`, perhaps with neighbours."""
@@ -167,7 +167,7 @@ class WriteDetector:
         ]
 
 
-def _split_into_turns(words: Tensor, every: int) -> list[list[Tensor]]:
+def _split_into_watch_turns(words: Tensor, every: int) -> list[list[Tensor]]:
     """Split memory into the parts for each turn. The remainder belongs to every turn."""
     body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
     if not body:
@@ -177,7 +177,7 @@ def _split_into_turns(words: Tensor, every: int) -> list[list[Tensor]]:
     return [[blocks[:, at], rest] for at in range(every)]
 
 
-class RowChecksums:
+class WatchedRowChecksums:
     """Checksums of a table that changes only by rows, kept from step to step.
 
     Reading a large table would take longer than updating a few of its rows. So the checksums of rows that the Trainer

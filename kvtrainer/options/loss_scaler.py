@@ -8,8 +8,8 @@ Life of a scale: `mark_scaled` when a loss is multiplied, `factor` undoes that i
 unscaled its gradients itself, and `update` after each step, with a flag that all workers agree on, so that scales stay
 equal. `_carried` holds the scale of the present gradients, because the scale may be replaced in between.
 
-A saved state may come from torch, MMCV's LossScaler, or this library; `_read_state` recognises it by its keys and
-returns it under torch's names. A state that does not fit changes nothing.
+A saved state may come from torch, MMCV's LossScaler, or this library; `_read_loss_scaler_state` recognises it by its
+keys and returns it under torch's names. A state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class LossScaler:
         if self._kind != _GLUON and isinstance(state, Mapping) and not state:
             _log.info("the saved state of the loss scaler is empty; the scale stays %g", self.loss_scale)
             return
-        numbers = {**self.state_dict(), **_read_state(state)}
+        numbers = {**self.state_dict(), **_read_loss_scaler_state(state)}
         scale, *factors, clean_steps = (numbers[name] for name in _TORCHS)
         if self._kind == _STATIC:
             if scale != self.loss_scale:
@@ -164,7 +164,7 @@ class LossScaler:
             check.integer("a saved count of clean steps", clean_steps, 0, self._interval - 1)
             check.number("a loss scale", scale, SMALLEST, LARGEST)
         elif self.min_scale is None and state.get("min_scale") is not None:
-            self._least = self.min_scale = _check_positive("min_scale", state["min_scale"])
+            self._least = self.min_scale = _check_positive_scale("min_scale", state["min_scale"])
         self.loss_scale, self.clean_steps = self._rounded(scale), clean_steps
         self._growth, self._backoff, self._interval = factors
 
@@ -186,12 +186,12 @@ class TorchLossScaler(LossScaler):
         min_scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.loss_scale = self._rounded(_check_positive("init_scale", init_scale))
-        self._growth, self._backoff, self._interval = _check_factors(
+        self.loss_scale = self._rounded(_check_positive_scale("init_scale", init_scale))
+        self._growth, self._backoff, self._interval = _check_scaler_factors(
             growth_factor, backoff_factor, growth_interval
         )
         if min_scale is not None:
-            self._least = self.min_scale = _check_positive("min_scale", min_scale)
+            self._least = self.min_scale = _check_positive_scale("min_scale", min_scale)
             if self.min_scale > init_scale:
                 raise ConfigurationError(f"min_scale {min_scale!r} is above init_scale {init_scale!r}")
 
@@ -203,7 +203,7 @@ class StaticLossScaler(LossScaler):
 
     def __init__(self, scale: float = 512.0) -> None:
         super().__init__()
-        self.loss_scale = _check_positive("a loss scale", scale)
+        self.loss_scale = _check_positive_scale("a loss scale", scale)
 
 
 class Precision(NamedTuple):
@@ -260,7 +260,7 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
     is_enabled = check.boolean("enabled of a loss scaler", given.pop("enabled", True))
     mode = check.one_of("mode of a loss scaler", given.pop("mode", "dynamic"), ("dynamic", "static"))
     if "scale_factor" in given:
-        factor = _check_positive("scale_factor", given.pop("scale_factor"))
+        factor = _check_positive_scale("scale_factor", given.pop("scale_factor"))
         given = {"growth_factor": factor, "backoff_factor": 1.0 / factor, **given}
     if "scale_window" in given:
         given = {"growth_interval": given.pop("scale_window"), **given}
@@ -272,18 +272,18 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
     return scaler if is_enabled else None
 
 
-def scaler_from_state(state: Mapping[str, Any]) -> LossScaler:
+def loss_scaler_from_state(state: Mapping[str, Any]) -> LossScaler:
     """Return a scaler of the kind that saved this state, with the saved values."""
     names = frozenset(state) if isinstance(state, Mapping) else frozenset()
     kind = state[_KIND] if _KIND in names else _OLD_KINDS.get(names)
     if kind == _STATIC:
-        return StaticLossScaler(_read_state(state)["scale"])
+        return StaticLossScaler(_read_loss_scaler_state(state)["scale"])
     scaler = LossScaler() if kind == _GLUON else TorchLossScaler()
     scaler.load_state_dict(state)
     return scaler
 
 
-def check_scaler_state(scaler: LossScaler, state: Mapping[str, Any]) -> None:
+def check_loss_scaler_state(scaler: LossScaler, state: Mapping[str, Any]) -> None:
     """Raise StateMismatchError unless `scaler.load_state_dict` accepts this state."""
     try:
         copy.deepcopy(scaler).load_state_dict(state)
@@ -329,7 +329,7 @@ def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> tuple[boo
     """
     scale, found = vars(trainer)["grad_scale"], vars(trainer)["found_inf"]
     try:
-        refuse_second_scaler(trainer)
+        refuse_second_loss_scaler(trainer)
         if num_workers > 1:
             raise ConfigurationError(
                 f"a torch.amp.GradScaler decides locally, but {num_workers} workers must skip a step together and keep "
@@ -341,7 +341,7 @@ def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> tuple[boo
     return bool(found), 1.0 if scale is None else 1.0 / float(scale)
 
 
-def refuse_second_scaler(trainer: Any) -> None:
+def refuse_second_loss_scaler(trainer: Any) -> None:
     """Raise ConfigurationError if the Trainer's options exclude a scaler in the training loop."""
     if getattr(trainer, "loss_scaler", None) is not None:
         raise ConfigurationError(
@@ -355,7 +355,7 @@ def refuse_second_scaler(trainer: Any) -> None:
         )
 
 
-def _read_state(state: Any) -> dict[str, Any]:
+def _read_loss_scaler_state(state: Any) -> dict[str, Any]:
     """Return the checked values of a saved state under torch's names; `scale` is always present."""
     names = frozenset(state) if isinstance(state, Mapping) else frozenset()
     factors: Any = ()
@@ -364,15 +364,15 @@ def _read_state(state: Any) -> dict[str, Any]:
         kind = check.one_of("kind of a saved loss scaler", state.get(_KIND), (None, _GLUON, _STATIC))
         scale, clean = state["scale"], state["_growth_tracker"]
         if kind != _STATIC:
-            factors = _check_factors(
+            factors = _check_scaler_factors(
                 state["growth_factor"], state["backoff_factor"], state["growth_interval"]
             )
     # 2. MMCV's. It saves the last overflow instead of a count of clean steps.
     elif names == _MMCVS and state["mode"] == "static":
         scale, clean = state["cur_scale"], 0
     elif names == _MMCVS:
-        factor = _check_positive("the saved scale_factor", state["scale_factor"])
-        factors = _check_factors(factor, 1.0 / factor, state["scale_window"])
+        factor = _check_positive_scale("the saved scale_factor", state["scale_factor"])
+        factors = _check_scaler_factors(factor, 1.0 / factor, state["scale_window"])
         # If there was no overflow yet, last_overflow_iter is -1.
         scale, done, overflow = state["cur_scale"], state["cur_iter"], state["last_overflow_iter"]
         if not check.is_integer(done) or not check.is_integer(overflow, -1, max(done, 1) - 1):
@@ -384,14 +384,17 @@ def _read_state(state: Any) -> dict[str, Any]:
     else:
         raise ConfigurationError(f"this is not the state of a loss scaler: {state!r:.200}")
     return {
-        "scale": _check_positive("the saved scale", scale),
+        "scale": _check_positive_scale("the saved scale", scale),
         "_growth_tracker": check.integer("a saved count of clean steps", clean, 0),
         **dict(zip(_TORCHS[1:4], factors, strict=False)),
     }
 
 
-def _check_factors(growth: Any, backoff: Any, interval: Any) -> tuple[float, float, int]:
-    growth, backoff = _check_positive("growth_factor", growth), _check_positive("backoff_factor", backoff)
+def _check_scaler_factors(growth: Any, backoff: Any, interval: Any) -> tuple[float, float, int]:
+    growth, backoff = (
+        _check_positive_scale("growth_factor", growth),
+        _check_positive_scale("backoff_factor", backoff),
+    )
     if growth <= 1 or backoff >= 1:
         raise ConfigurationError(
             f"a loss scale grows by a growth_factor above 1 and backs off by a backoff_factor below 1, got {growth!r} "
@@ -400,5 +403,5 @@ def _check_factors(growth: Any, backoff: Any, interval: Any) -> tuple[float, flo
     return growth, backoff, check.integer("growth_interval", interval, 1)
 
 
-def _check_positive(name: str, value: Any) -> float:
+def _check_positive_scale(name: str, value: Any) -> float:
     return check.number(name, value, above=0, most=_FLOAT32_MAX)

@@ -3,10 +3,10 @@
     Trainer(model, "torch:SGD", {"lr": 0.01, "weight_decay": 1e-4}, paramwise=dict(
         custom_keys={"backbone": dict(lr_mult=0.1), ".head.": dict(decay_mult=0.0)}, norm_decay_mult=0.0))
 
-`places_in` lists the parameters with the modules that hold them. A `paramwise_cfg` becomes a list of `Rule`s, so there
-is one mechanism: for each option of a parameter, the first rule counts that matches the parameter and sets the option;
-after a rule with `stop` no further rule is asked. Parameters with the same options share a group, because one group per
-parameter would make every step several times slower.
+`param_places_in` lists the parameters with the modules that hold them. A `paramwise_cfg` becomes a list of `Rule`s, so
+there is one mechanism: for each option of a parameter, the first rule counts that matches the parameter and sets the
+option; after a rule with `stop` no further rule is asked. Parameters with the same options share a group, because one
+group per parameter would make every step several times slower.
 
 Nothing is changed in the model, and no option is dropped in silence: an unknown option raises, a rule without a match
 warns. `ParamReport` shows what each parameter got, and from which rules.
@@ -85,7 +85,7 @@ class ModuleParameter:
         return self.holder
 
 
-def places_in(model: Any) -> list[ModuleParameter]:
+def param_places_in(model: Any) -> list[ModuleParameter]:
     """Return a model's parameters in order, each once for every module that holds it.
 
     The model is a Module, one with replicas (`kvtrainer.DataParallel`), a dict, or (name, parameter) pairs. A list of
@@ -95,10 +95,10 @@ def places_in(model: Any) -> list[ModuleParameter]:
         rows_of = {id(replicas[0]): replicas for _, replicas in model.named_replicas()}
         return [
             replace(place, given=rows_of[id(place.parameter)])
-            for place in _walk_parameters(model.module, "", None)
+            for place in _walk_paramwise_places(model.module, "", None)
         ]
     if isinstance(model, Module):
-        return list(_walk_parameters(model, "", None))
+        return list(_walk_paramwise_places(model, "", None))
     rows: Iterable[Any] = model.items() if isinstance(model, Mapping) else model
     named: list[Any] = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Tensor) else []
     if not named or not all(
@@ -131,11 +131,11 @@ def unwrap_model(model: Any, names: Collection[str] = ("module",)) -> Any:
     return next((one for one in inside if hasattr(one, "named_replicas")), inside[-1])
 
 
-def _walk_parameters(module: Module, prefix: str, parent: Module | None) -> Iterator[ModuleParameter]:
+def _walk_paramwise_places(module: Module, prefix: str, parent: Module | None) -> Iterator[ModuleParameter]:
     for name, parameter in module.named_parameters(recurse=False):
         yield ModuleParameter(f"{prefix}{name}", parameter, parameter, module, parent)
     for name, child in module.named_children():
-        yield from _walk_parameters(child, f"{prefix}{name}.", module)
+        yield from _walk_paramwise_places(child, f"{prefix}{name}.", module)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ParamReport:
         raise KeyError(name)
 
     def __str__(self) -> str:
-        lines = [_format_table(self.rows)]
+        lines = [_format_param_table(self.rows)]
         if self.unmatched:
             lines.append(f"no parameter matches {', '.join(self.unmatched)}")
         return "\n".join(lines)
@@ -200,17 +200,24 @@ def rows_of(groups: Iterable[Mapping[str, Any]]) -> list[ParamRow]:
     return rows
 
 
-def _format_table(rows: Sequence[ParamRow]) -> str:
+def _format_param_table(rows: Sequence[ParamRow]) -> str:
     others = dict.fromkeys(key for row in rows for key in row.options if key not in _ALWAYS)
     differing = [
-        key for key in others if any(_format_option(row, key) != _format_option(rows[0], key) for row in rows)
+        key
+        for key in others
+        if any(_format_param_option(row, key) != _format_param_option(rows[0], key) for row in rows)
     ]
     columns = [key for key in _ALWAYS if any(key in row.options for row in rows)] + differing
     lines = [["parameter", "shape", *columns, "rules"]]
     for row in rows:
         shape = "?" if is_lazy(row.parameter) else "x".join(map(str, row.parameter.shape)) or "scalar"
         lines.append(
-            [row.name, shape, *(_format_option(row, key) for key in columns), ", ".join(row.rules) or "-"]
+            [
+                row.name,
+                shape,
+                *(_format_param_option(row, key) for key in columns),
+                ", ".join(row.rules) or "-",
+            ]
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -219,7 +226,7 @@ def _format_table(rows: Sequence[ParamRow]) -> str:
     )
 
 
-def _format_option(row: ParamRow, key: str) -> str:
+def _format_param_option(row: ParamRow, key: str) -> str:
     value = row.options.get(key)
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -265,7 +272,7 @@ class Rule:
                 f"a rule matches text, a class of modules or a function, got {self.match!r:.80}"
             )
         if not self.name:
-            object.__setattr__(self, "name", _name_of(self.match))
+            object.__setattr__(self, "name", _name_of_paramwise_match(self.match))
         # 2. The values. `extra` may use Gluon's names, such as "wd".
         for what in ("lr_mult", "decay_mult", "weight_decay"):
             if getattr(self, what) is not None:
@@ -313,26 +320,30 @@ def apply_paramwise(
     model = unwrap_model(model)
     if not isinstance(model, Module | Mapping) and isinstance(model, Iterable):
         model = list(model)  # an iterator can only be read once
-    options, is_complete = _base_options(base, defaults), bool(defaults)
+    options, is_complete = _paramwise_base_options(base, defaults), bool(defaults)
     paramwise = check.as_mapping(paramwise)
     # 1. Nothing to do: one group.
     if not paramwise and isinstance(paramwise, Mapping | None):
-        return _apply_rules(_distinct_parameters(places_in(model)), [], options, is_complete)
+        return _apply_paramwise_rules(
+            _distinct_paramwise_places(param_places_in(model)), [], options, is_complete
+        )
     # 2. MMCV's dict becomes rules.
     if isinstance(paramwise, Mapping):
-        rules, places = paramwise_rules(paramwise, base), places_in(model)
+        rules, places = paramwise_rules(paramwise, base), param_places_in(model)
         if paramwise.get("precedence") == "mmengine":
-            frozen = [place.name for place in places if _is_frozen(place)]
-            places = [place for place in places if not _is_frozen(place)]
+            frozen = [place.name for place in places if _is_frozen_param(place)]
+            places = [place for place in places if not _is_frozen_param(place)]
             if frozen:
                 _log.warning("left out of all groups, because they are frozen: %s", ", ".join(frozen))
-        once = _distinct_parameters(places, paramwise.get("bypass_duplicate", False))
-        return _apply_rules(once, rules, options, is_complete)
+        once = _distinct_paramwise_places(places, paramwise.get("bypass_duplicate", False))
+        return _apply_paramwise_rules(once, rules, options, is_complete)
     # 3. Rules, or a function that returns groups.
     if isinstance(paramwise, Sequence) and all(isinstance(rule, Rule) for rule in paramwise):
-        return _apply_rules(_distinct_parameters(places_in(model)), paramwise, options, is_complete)
+        return _apply_paramwise_rules(
+            _distinct_paramwise_places(param_places_in(model)), paramwise, options, is_complete
+        )
     if callable(paramwise) and not isinstance(paramwise, type):
-        return _groups_by_function(paramwise, model, options)
+        return _paramwise_groups_by_function(paramwise, model, options)
     raise ArgumentTypeError(f"paramwise must be a dict, a list of Rules or a function, got {paramwise!r:.80}")
 
 
@@ -379,7 +390,7 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
         rules.append(Rule(key, name=f"custom_keys[{key!r}]", extra=extra, stop=not merges, **own))
     # 3. Kinds of parameters. Each sets one option, so later rules may set others.
     for key in (one for one in _ORDERS[precedence] if one in cfg):
-        match = _is_bias if (key, precedence) == ("bias_decay_mult", "mmengine") else _KINDS[key]
+        match = _is_bias_param if (key, precedence) == ("bias_decay_mult", "mmengine") else _KINDS[key]
         multiplier: dict[str, Any] = {
             "lr_mult" if key.endswith("lr_mult") else "decay_mult": check.number(key, cfg[key])
         }
@@ -388,64 +399,66 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
     wanted = [rule.name for rule in rules if rule.decay_mult is not None]
     if wanted and all(base.get(key) is None for key in ("weight_decay", "wd")):
         raise ConfigurationError(f"base_wd should not be None: {', '.join(wanted)} multiplies weight_decay")
-    return [Rule(_is_frozen, name="frozen", warn_unmatched=False), *rules] if rules else []
+    return [Rule(_is_frozen_param, name="frozen", warn_unmatched=False), *rules] if rules else []
 
 
-def _is_frozen(place: ModuleParameter) -> bool:
+def _is_frozen_param(place: ModuleParameter) -> bool:
     return not place.parameter.requires_grad
 
 
-def _is_norm(place: ModuleParameter) -> bool:
+def _is_norm_param(place: ModuleParameter) -> bool:
     return isinstance(place.module, _NORMS)
 
 
-def _is_depthwise(place: ModuleParameter) -> bool:
+def _is_depthwise_param(place: ModuleParameter) -> bool:
     module = place.module
     if isinstance(module, Conv2d) and is_lazy(place.parameter):
-        raise _not_initialized_error("whether a convolution is depthwise", place)
+        raise _param_not_initialized_error("whether a convolution is depthwise", place)
     return isinstance(module, Conv2d) and module.in_channels == module.groups
 
 
-def _in_deformable(place: ModuleParameter) -> bool:
+def _is_deformable_param(place: ModuleParameter) -> bool:
     return any(cls.__name__ in _DEFORMABLE for cls in type(place.parent).__mro__)
 
 
-def _is_offset(place: ModuleParameter) -> bool:
+def _is_offset_param(place: ModuleParameter) -> bool:
     is_convolution = isinstance(place.module, Conv2d)
-    return is_convolution and "conv_offset" in place.module_name and _in_deformable(place)
+    return is_convolution and "conv_offset" in place.module_name and _is_deformable_param(place)
 
 
-def _is_bias(place: ModuleParameter) -> bool:
-    return place.own_name == "bias" and not _in_deformable(place)
+def _is_bias_param(place: ModuleParameter) -> bool:
+    return place.own_name == "bias" and not _is_deformable_param(place)
 
 
-def _is_flat(place: ModuleParameter) -> bool:
+def _is_flat_param(place: ModuleParameter) -> bool:
     if is_lazy(place.parameter):
-        raise _not_initialized_error("flat_decay_mult", place)
-    return place.parameter.ndim == 1 and not _in_deformable(place)
+        raise _param_not_initialized_error("flat_decay_mult", place)
+    return place.parameter.ndim == 1 and not _is_deformable_param(place)
 
 
-def _not_initialized_error(key: str, place: ModuleParameter) -> NotInitializedError:
+def _param_not_initialized_error(key: str, place: ModuleParameter) -> NotInitializedError:
     return NotInitializedError(f"{key} depends on the shape of {place.name!r}; run a forward pass first")
 
 
 _KINDS: Mapping[str, Callable[[ModuleParameter], bool]] = {
-    "bias_lr_mult": lambda place: _is_bias(place) and not _is_norm(place),
-    "dcn_offset_lr_mult": _is_offset,
-    "norm_decay_mult": _is_norm,
-    "dwconv_decay_mult": _is_depthwise,
-    "bias_decay_mult": lambda place: _is_bias(place) and not (_is_norm(place) or _is_depthwise(place)),
-    "flat_decay_mult": _is_flat,
+    "bias_lr_mult": lambda place: _is_bias_param(place) and not _is_norm_param(place),
+    "dcn_offset_lr_mult": _is_offset_param,
+    "norm_decay_mult": _is_norm_param,
+    "dwconv_decay_mult": _is_depthwise_param,
+    "bias_decay_mult": lambda place: (
+        _is_bias_param(place) and not (_is_norm_param(place) or _is_depthwise_param(place))
+    ),
+    "flat_decay_mult": _is_flat_param,
 }
 
 
-def _base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+def _paramwise_base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
     own = {ALIASES.get(key, key): value for key, value in given.items() if value is not None}
     known = defaults or own
     return {**(defaults or {}), **{key: value for key, value in own.items() if key in known}}
 
 
-def _apply_rules(
+def _apply_paramwise_rules(
     places: Iterable[ModuleParameter], rules: Sequence[Rule], base: Mapping[str, Any], is_complete: bool
 ) -> ParamGroups:
     """Group parameters by rules. `base` has the options before rules; with `is_complete`, all that exist."""
@@ -461,7 +474,7 @@ def _apply_rules(
         for rule in hits:
             said = {
                 key: value
-                for key, value in _options_of_rule(rule, base, is_complete).items()
+                for key, value in _options_of_param_rule(rule, base, is_complete).items()
                 if key not in options
             }
             options |= said
@@ -491,7 +504,7 @@ def _apply_rules(
     return ParamGroups(groups, ParamReport(tuple(rows), tuple(unmatched)))
 
 
-def _options_of_rule(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, Any]:
+def _options_of_param_rule(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, Any]:
     said = dict(rule.extra)
     if rule.weight_decay is not None:
         said["weight_decay"] = float(rule.weight_decay)
@@ -510,7 +523,7 @@ def _options_of_rule(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> 
     return said
 
 
-def _distinct_parameters(
+def _distinct_paramwise_places(
     places: Iterable[ModuleParameter], bypass: bool | None = None
 ) -> list[ModuleParameter]:
     """Return the first place of each parameter. If one appears again: None allows it, True warns, False raises."""
@@ -532,12 +545,14 @@ def _distinct_parameters(
     return list(first.values())
 
 
-def _groups_by_function(function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]) -> ParamGroups:
+def _paramwise_groups_by_function(
+    function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]
+) -> ParamGroups:
     label = getattr(function, "__name__", repr(function))
     made = function(model)
     if not isinstance(made, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in made):
         raise ArgumentTypeError(f"{label}(model) must return a list of dicts with 'params'; got {made!r:.80}")
-    names = {id(place.parameter): place.name for place in reversed(places_in(model))}
+    names = {id(place.parameter): place.name for place in reversed(param_places_in(model))}
     groups = []
     for given in made:
         its = given["params"]
@@ -546,11 +561,11 @@ def _groups_by_function(function: Callable[[Any], Any], model: Any, base: Mappin
         if "param_names" not in group and all(id(one) in names for one in first):
             group["param_names"] = [names[id(one)] for one in first]
         groups.append(group)
-    rows = rows_of([{**base, **_base_options(group, None)} for group in groups])
+    rows = rows_of([{**base, **_paramwise_base_options(group, None)} for group in groups])
     return ParamGroups(groups, ParamReport(tuple(replace(row, rules=(label,)) for row in rows)))
 
 
-def _name_of(match: Match) -> str:
+def _name_of_paramwise_match(match: Match) -> str:
     if isinstance(match, str):
         return repr(match)
     if isinstance(match, tuple):

@@ -102,7 +102,7 @@ class GradientLimits:
         }
 
 
-def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
+def make_stage_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
     """Read `clip_grad`, with the arguments of torch's clip_grad_norm_ or (type="value") clip_grad_value_."""
     check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
     if clip_grad is None:
@@ -147,7 +147,7 @@ class StageOptions:
 
     def __post_init__(self) -> None:
         # Each of these raises if its option is wrong.
-        limits, precision = make_limits(self.clip_grad, self.on_nonfinite), make_precision(self.amp)
+        limits, precision = make_stage_limits(self.clip_grad, self.on_nonfinite), make_precision(self.amp)
         Accumulation(self.accumulate)
         checked_mode(self.detect_anomalous_params)
         if not isinstance(self.schedules, Sequence) or isinstance(self.schedules, str):

@@ -25,7 +25,7 @@ class PerReplica(list[Any]):
     shares: list[float] | None = None
 
 
-def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerReplica:
+def scatter_batch(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerReplica:
     """Split the tensors of a batch along an axis and move each part to its device.
 
     The batch may be a tensor or NumPy array, or tuples, lists and mappings of them, nested to any depth. Anything else,
@@ -36,7 +36,7 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
     Raises:
         ConfigurationError: Tensors differ in length along the axis, or have no entries.
     """
-    sizes = dict(_lengths_along(batch, axis, "the batch"))
+    sizes = dict(_batch_lengths_along(batch, axis, "the batch"))
     if len(set(sizes.values())) > 1:
         lengths = ", ".join(f"{path} has {size}" for path, size in sizes.items())
         raise ConfigurationError(
@@ -44,32 +44,32 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
             "from the batch, or pass a PerReplica"
         )
     if not sizes:
-        return PerReplica(to_device(batch, device) for device in devices)
+        return PerReplica(move_batch_to_device(batch, device) for device in devices)
     [total] = set(sizes.values())
     if total == 0:
         raise ConfigurationError(f"the batch has no entry along axis {axis}")
     counts = [total // len(devices) + (at < total % len(devices)) for at in range(len(devices))]
 
     def part(one: Tensor, at: int) -> Tensor:
-        return _copy_to_device(one.tensor_split(len(devices), axis)[at] if one.dim() else one, devices[at])
+        return _copy_batch_tensor(one.tensor_split(len(devices), axis)[at] if one.dim() else one, devices[at])
 
     parts = PerReplica(
-        _map_tensors(batch, partial(part, at=at)) if n else None for at, n in enumerate(counts)
+        _map_batch_tensors(batch, partial(part, at=at)) if n else None for at, n in enumerate(counts)
     )
     parts.shares = [count / total for count in counts]
     return parts
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    return _map_tensors(batch, partial(_copy_to_device, device=device))
+def move_batch_to_device(batch: Any, device: torch.device) -> Any:
+    return _map_batch_tensors(batch, partial(_copy_batch_tensor, device=device))
 
 
-def _copy_to_device(one: Tensor, device: torch.device) -> Tensor:
+def _copy_batch_tensor(one: Tensor, device: torch.device) -> Tensor:
     # Only copies from pinned memory are asynchronous; elsewhere non_blocking is unsafe or useless.
     return one.to(device, non_blocking=one.device.type == "cpu" and device.type == "cuda" and one.is_pinned())
 
 
-def _lengths_along(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
+def _batch_lengths_along(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:
             if not -batch.ndim <= axis < batch.ndim:
@@ -77,24 +77,24 @@ def _lengths_along(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]
             yield path, int(batch.shape[axis])
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from _lengths_along(value, axis, f"{path}[{key!r}]")
+            yield from _batch_lengths_along(value, axis, f"{path}[{key!r}]")
     elif isinstance(batch, list | tuple):
         for at, value in enumerate(batch):
-            yield from _lengths_along(value, axis, f"{path}[{at}]")
+            yield from _batch_lengths_along(value, axis, f"{path}[{at}]")
 
 
-def _map_tensors(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
+def _map_batch_tensors(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Tensor):
         return call(batch)
     if isinstance(batch, np.ndarray):
         return call(torch.from_numpy(batch))
     if isinstance(batch, Mapping):
-        return {key: _map_tensors(value, call) for key, value in batch.items()}
+        return {key: _map_batch_tensors(value, call) for key, value in batch.items()}
     # A named tuple takes its fields as separate arguments.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_tensors(value, call) for value in batch))
+        return type(batch)(*(_map_batch_tensors(value, call) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_map_tensors(value, call) for value in batch)
+        return type(batch)(_map_batch_tensors(value, call) for value in batch)
     return batch
 
 
@@ -141,14 +141,14 @@ class ReplicaLosses(list[Tensor]):
         return torch.stack([loss.detach().to(self[0].device) for loss in self]).sum()
 
 
-def total_of(output: Any, replica: int) -> Tensor:
+def total_loss_of_batch(output: Any, replica: int) -> Tensor:
     """Return the scalar loss in a loss function's result: a loss, or a mapping or list of losses to add."""
     if isinstance(output, Tensor) and output.numel() == 1:
         return output.reshape(())
     if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, list | tuple) and output:
-        totals = [total_of(one, replica) for one in output]
+        totals = [total_loss_of_batch(one, replica) for one in output]
         return sum(totals[1:], start=totals[0])
     got = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise ConfigurationError(

@@ -30,15 +30,21 @@ from torch.nn.parameter import is_lazy
 
 from kvstore_server import check
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.parallel.batch import PerReplica, ReplicaLosses, scatter, to_device, total_of
+from kvtrainer.parallel.batch import (
+    PerReplica,
+    ReplicaLosses,
+    move_batch_to_device,
+    scatter_batch,
+    total_loss_of_batch,
+)
 from kvtrainer.parallel.replicas import (
     AUTO,
     MEMBERSHIP,
     ReplicaInfo,
     ReplicaPolicy,
-    are_distinct_cuda,
-    check_reducer,
-    make_reducer,
+    are_distinct_cuda_replicas,
+    check_replica_reducer,
+    make_replica_reducer,
 )
 
 Device = torch.device | str | int
@@ -88,17 +94,17 @@ class DataParallel(Module):
     ) -> None:
         super().__init__()
         # 1. Check the arguments.
-        places = _checked_devices(devices, target)
+        places = _checked_parallel_devices(devices, target)
         self.mode = check.one_of("the mode", mode, ("train", "forward", "test"))
         self.devices = places if mode == "train" else [places[target]]
         self.target = target if mode == "train" else 0
-        if check_reducer(reducer) != AUTO and len(self.devices) == 1:
+        if check_replica_reducer(reducer) != AUTO and len(self.devices) == 1:
             raise ConfigurationError(f"reducer={reducer!r} would have no effect on one replica; leave it out")
-        make_reducer(reducer, self.devices)
+        make_replica_reducer(reducer, self.devices)
         self._policy = ReplicaPolicy(reducer, loss_scale_by_replicas, may_lack=True, must_agree=True)
         self.batch_axis = batch_axis
         # 2. Build the replicas.
-        built = _build_replicas(module, self.devices)
+        built = _build_data_parallel_replicas(module, self.devices)
         # Set through __dict__, not as submodules, so that parameters and buffers are those of replica 0 only.
         self.__dict__["replicas"] = tuple(built)
         self.module = built[0]
@@ -137,8 +143,8 @@ class DataParallel(Module):
         return found
 
     def scatter(self, batch: Any) -> PerReplica:
-        """Split a batch into a part for each replica, on its device; see `kvtrainer.parallel.batch.scatter`."""
-        return scatter(batch, self.devices, self.batch_axis)
+        """Split a batch into a part for each replica, on its device; see `kvtrainer.parallel.batch.scatter_batch`."""
+        return scatter_batch(batch, self.devices, self.batch_axis)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In training, return the list of outputs of the replicas that got a part of the batch.
@@ -147,7 +153,7 @@ class DataParallel(Module):
         batch.
         """
         if self.mode != "train" or not self.training:
-            args, kwargs = to_device((args, kwargs), self.devices[self.target])
+            args, kwargs = move_batch_to_device((args, kwargs), self.devices[self.target])
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.mode == "train"):
                 return self.replicas[self.target](*args, **kwargs)
         parts = self.scatter((args, kwargs))
@@ -178,8 +184,8 @@ class DataParallel(Module):
             raise ConfigurationError(f"a PerReplica needs {wanted}; got {len(parts)}")
         # 2. Run the replicas, and weight each loss with its share.
         here = [at for at, part in enumerate(parts) if part is not None]
-        outputs = self._call(parts, loss_fn or _call_with)
-        losses = [total_of(output, at) for at, output in zip(here, outputs, strict=True)]
+        outputs = self._call(parts, loss_fn or _call_in_parallel)
+        losses = [total_loss_of_batch(output, at) for at, output in zip(here, outputs, strict=True)]
         if self._policy.are_scaled:
             shares = parts.shares or [1 / len(here)] * len(parts)
             losses = [loss * shares[at] for at, loss in zip(here, losses, strict=True)]
@@ -189,7 +195,9 @@ class DataParallel(Module):
     def broadcast(self) -> None:
         """Copy the parameters and buffers of replica 0 to all replicas; needed after a write to those of replica 0."""
         for replica in self.replicas[1:]:
-            for source, target in zip(_tensors_of(self.module), _tensors_of(replica), strict=True):
+            for source, target in zip(
+                _tensors_of_parallel_module(self.module), _tensors_of_parallel_module(replica), strict=True
+            ):
                 target.copy_(source)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +257,7 @@ class DataParallel(Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DataParallel:
         # Try the function on empty tensors first, so that a refused move changes nothing.
-        before = [p.device for replica in self.replicas for p in _tensors_of(replica)]
+        before = [p.device for replica in self.replicas for p in _tensors_of_parallel_module(replica)]
         trial = [fn(torch.empty(0, device=device)).device for device in dict.fromkeys(before)]
         if trial != list(dict.fromkeys(before)):
             raise ConfigurationError(
@@ -269,7 +277,7 @@ class DataParallel(Module):
         rows = zip(self.replicas, parts, self.devices, strict=True)
         here = [(replica, part, device) for replica, part, device in rows if part is not None]
         devices = [device for _, _, device in here]
-        if len(here) < 2 or not are_distinct_cuda(devices):
+        if len(here) < 2 or not are_distinct_cuda_replicas(devices):
             return [call(replica, part) for replica, part, _ in here]
         is_on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
@@ -318,11 +326,13 @@ def build_data_parallel_model(
     check.known("build_data_parallel_model", options, [*own, *more], error=ArgumentTypeError)
     mode = "forward" if only_build_forward_pass else "train" if train else "test"
     return DataParallel(
-        model, _default_devices(devices, num_gpus), target=target_gpu_id, mode=mode, **options
+        model, _default_parallel_devices(devices, num_gpus), target=target_gpu_id, mode=mode, **options
     )
 
 
-def _build_replicas(module: Module | Callable[[], Module], devices: Sequence[torch.device]) -> list[Module]:
+def _build_data_parallel_replicas(
+    module: Module | Callable[[], Module], devices: Sequence[torch.device]
+) -> list[Module]:
     """Return a module for each device. A given module becomes the first, and is copied for the others."""
     # 1. Build or copy.
     if isinstance(module, Module):
@@ -342,19 +352,19 @@ def _build_replicas(module: Module | Callable[[], Module], devices: Sequence[tor
     if any(is_lazy(tensor) for replica in built for tensor in replica.parameters()):
         raise ConfigurationError("a DataParallel needs parameters with shapes; run a forward pass")
     for at, replica in enumerate(built[1:], 1):
-        _check_same_model(built[0], replica, f"replica {at} on {devices[at]}")
+        _check_same_parallel_model(built[0], replica, f"replica {at} on {devices[at]}")
     all_of_them = [id(parameter) for replica in built for parameter in replica.parameters()]
     if len(set(all_of_them)) < len(all_of_them):
         raise ConfigurationError("the function gave two devices the same parameters; it must build new ones")
     return [replica.to(device) for replica, device in zip(built, devices, strict=True)]
 
 
-def _tensors_of(module: Module) -> Iterator[Tensor]:
+def _tensors_of_parallel_module(module: Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
 
 
-def _checked_devices(devices: Sequence[Device], target: int) -> list[torch.device]:
+def _checked_parallel_devices(devices: Sequence[Device], target: int) -> list[torch.device]:
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
         raise ConfigurationError(f"devices must be a list of at least one device, got {devices!r}")
     check.integer(f"the target, a position in {len(devices)} devices,", target, 0, len(devices) - 1)
@@ -368,7 +378,7 @@ def _checked_devices(devices: Sequence[Device], target: int) -> list[torch.devic
     return found
 
 
-def _default_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> Sequence[Device]:
+def _default_parallel_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> Sequence[Device]:
     if devices is not None and num_gpus is not None:
         raise ConfigurationError(f"give devices or num_gpus, not both; got {devices!r} and {num_gpus!r}")
     if devices is not None:
@@ -384,7 +394,7 @@ def _default_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> 
     return [torch.device("cuda", at) for at in range(num_gpus)]
 
 
-def _check_same_model(first: Module, other: Module, what: str) -> None:
+def _check_same_parallel_model(first: Module, other: Module, what: str) -> None:
     for kind, tensors in (("parameters", Module.named_parameters), ("buffers", Module.named_buffers)):
         ours, theirs = (
             {name: (tensor.dtype, tensor.shape) for name, tensor in tensors(one)} for one in (first, other)
@@ -397,7 +407,7 @@ def _check_same_model(first: Module, other: Module, what: str) -> None:
         raise ConfigurationError(f"{counts}; these differ, or their order: {', '.join(differing[:10])}")
 
 
-def _call_with(replica: Module, part: Any) -> Any:
+def _call_in_parallel(replica: Module, part: Any) -> Any:
     """Call a replica with its part: a tuple or list gives positional arguments, a dict keyword arguments."""
     if isinstance(part, dict):
         return replica(**part)

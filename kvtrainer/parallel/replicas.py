@@ -68,10 +68,10 @@ class ReplicaInfo:
 def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
     """Return the policy for the replicas in these groups, which may still have COPIES, or torch's form."""
     replicas = (p for group in groups for p in group["params"] if hasattr(p, MEMBERSHIP))
-    return next(filter(None, map(_policy_of_parameter, replicas)), LISTS)
+    return next(filter(None, map(_replica_policy_of_parameter, replicas)), LISTS)
 
 
-def _policy_of_parameter(parameter: Tensor) -> ReplicaPolicy | None:
+def _replica_policy_of_parameter(parameter: Tensor) -> ReplicaPolicy | None:
     membership: ReplicaInfo | None = getattr(parameter, MEMBERSHIP, None)
     return None if membership is None else membership.policy
 
@@ -93,7 +93,7 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
                 f"a replica of {name!r} is also another replica or parameter; give each device its own"
             )
         seen |= ids
-        if len(replicas) == 1 and _policy_of_parameter(replicas[0]) is not None:
+        if len(replicas) == 1 and _replica_policy_of_parameter(replicas[0]) is not None:
             raise ConfigurationError(
                 f"parameter {name!r} is one replica of several in a DataParallel; give the Trainer that itself, or "
                 "groups made by its with_replicas()"
@@ -120,7 +120,7 @@ def devices_of(groups: Sequence[Mapping[str, Any]]) -> list[torch.device]:
     return [of_device[0].device for of_device in [group["params"], *group.get(COPIES, ())]]
 
 
-def device_names(devices: Sequence[torch.device]) -> list[str]:
+def replica_device_names(devices: Sequence[torch.device]) -> list[str]:
     """Return a name for each replica: its device, with the replica's number if devices occur twice."""
     if len(set(devices)) == len(devices):
         return [str(device) for device in devices]
@@ -131,76 +131,76 @@ def flatten_replicas(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group in torch's form: the first replicas of all its parameters, then those on the other devices."""
     spread = {name: value for name, value in group.items() if name != COPIES}
     if copies := group.get(COPIES, ()):
-        names, labels = group["param_names"], device_names(devices_of([group]))
+        names, labels = group["param_names"], replica_device_names(devices_of([group]))
         spread["params"] = [*group["params"], *(p for of_device in copies for p in of_device)]
         spread["param_names"] = [*names, *(f"{name} on {label}" for label in labels[1:] for name in names)]
     return spread
 
 
 @torch.no_grad()
-def flat_sum(parts: Sequence[Tensor]) -> None:
+def flat_replica_sum(parts: Sequence[Tensor]) -> None:
     """Add from left to right on the first device, in the order of devices."""
-    total = _widen(parts[0])
+    total = _widen_replica(parts[0])
     for other in parts[1:]:
         total.add_(other.to(total.device, total.dtype))
-    _write_total(total, parts[0])
+    _write_replica_total(total, parts[0])
 
 
 @torch.no_grad()
-def tree_sum(parts: Sequence[Tensor]) -> None:
+def tree_replica_sum(parts: Sequence[Tensor]) -> None:
     """Add pairs, then pairs of pairs, on 2, 4 or 8 devices; from left to right for other numbers.
 
     On four devices, 0 adds 1 and 2 adds 3, then 0 adds 2. The order is the same if only these pairs can access each
     other's memory. Source: caffe2's muji.
     """
     if len(parts) not in _TREE_SIZES:
-        flat_sum(parts)
+        flat_replica_sum(parts)
         return
-    wide = [_widen(part) for part in parts]
+    wide = [_widen_replica(part) for part in parts]
     distance = 1
     while distance < len(wide):
         for at in range(0, len(wide), 2 * distance):
             wide[at].add_(wide[at + distance].to(wide[at].device))
         distance *= 2
-    _write_total(wide[0], parts[0])
+    _write_replica_total(wide[0], parts[0])
 
 
 @torch.no_grad()
-def coalesced_sum(parts: Sequence[Tensor]) -> None:
+def coalesced_replica_sum(parts: Sequence[Tensor]) -> None:
     """Add with torch.cuda.comm on distinct CUDA devices; elsewhere from left to right, one buffer at a time."""
-    if are_distinct_cuda([part.device for part in parts]):
-        wide = [[_widen(part)] for part in parts]
+    if are_distinct_cuda_replicas([part.device for part in parts]):
+        wide = [[_widen_replica(part)] for part in parts]
         [total] = comm.reduce_add_coalesced(wide, parts[0].device.index, _BUFFER)  # type: ignore[no-untyped-call]
-        _write_total(total, parts[0])
+        _write_replica_total(total, parts[0])
         return
-    step = _BUFFER // _widen(parts[0][:0]).itemsize
+    step = _BUFFER // _widen_replica(parts[0][:0]).itemsize
     for start in range(0, parts[0].numel(), step):
-        flat_sum([part[start : start + step] for part in parts])
+        flat_replica_sum([part[start : start + step] for part in parts])
 
 
 @torch.no_grad()
-def nccl_sum(parts: Sequence[Tensor]) -> None:
+def nccl_replica_sum(parts: Sequence[Tensor]) -> None:
     """Add with NCCL's all-reduce between distinct CUDA devices of this process, in an order that NCCL chooses."""
-    wide = [_widen(part) for part in parts]
+    wide = [_widen_replica(part) for part in parts]
     nccl.all_reduce(wide)  # type: ignore[no-untyped-call]
-    _write_total(wide[0], parts[0])
+    _write_replica_total(wide[0], parts[0])
 
 
-def copy_each(source: Tensor, targets: Sequence[Tensor]) -> None:
+def copy_to_each_replica(source: Tensor, targets: Sequence[Tensor]) -> None:
     for target in targets:
         target.copy_(source)
 
 
 @torch.no_grad()
-def copy_at_once(source: Tensor, targets: Sequence[Tensor]) -> None:
+def copy_to_all_replicas(source: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy with torch.cuda.comm between distinct CUDA devices; elsewhere to one target after another."""
-    if are_distinct_cuda([source.device, *(target.device for target in targets)]):
+    if are_distinct_cuda_replicas([source.device, *(target.device for target in targets)]):
         comm.broadcast(source, out=list(targets))  # type: ignore[no-untyped-call]
     else:
-        copy_each(source, targets)
+        copy_to_each_replica(source, targets)
 
 
-class Reducer(NamedTuple):
+class ReplicaReducer(NamedTuple):
     """Sums and broadcasts over devices. Half precision accumulates in float32."""
 
     sum: Callable[[Sequence[Tensor]], None]
@@ -210,27 +210,27 @@ class Reducer(NamedTuple):
 
 
 _KINDS = {
-    FLAT: Reducer(flat_sum, copy_each),
-    "tree": Reducer(tree_sum, copy_each),
-    "coalesced": Reducer(coalesced_sum, copy_at_once),
-    "nccl": Reducer(nccl_sum, copy_at_once),
+    FLAT: ReplicaReducer(flat_replica_sum, copy_to_each_replica),
+    "tree": ReplicaReducer(tree_replica_sum, copy_to_each_replica),
+    "coalesced": ReplicaReducer(coalesced_replica_sum, copy_to_all_replicas),
+    "nccl": ReplicaReducer(nccl_replica_sum, copy_to_all_replicas),
 }
 
 
-def check_reducer(name: object) -> str:
+def check_replica_reducer(name: object) -> str:
     return check.one_of("the reducer", name, REDUCERS)
 
 
-def make_reducer(
+def make_replica_reducer(
     name: str,
     devices: Sequence[torch.device],
     can_access: Callable[[int, int], bool] = torch.cuda.can_device_access_peer,
-) -> Reducer:
+) -> ReplicaReducer:
     """Return the reducer of that name. "auto" is the tree if CUDA devices can access each other's memory in the way
     that caffe2's muji requires (`can_access`, by indices), else "flat".
     """
-    check_reducer(name)
-    if name == "nccl" and not are_distinct_cuda(devices):
+    check_replica_reducer(name)
+    if name == "nccl" and not are_distinct_cuda_replicas(devices):
         places = ", ".join(map(str, devices))
         raise ConfigurationError(
             f"reducer='nccl' needs a separate CUDA device for every replica, got {places}; use 'tree' or 'flat'"
@@ -238,7 +238,7 @@ def make_reducer(
     if name == "nccl" and not hasattr(torch._C, "_nccl_all_reduce"):
         raise ConfigurationError("reducer='nccl' needs a torch that was built with NCCL; use 'coalesced'")
     if name == AUTO:
-        name = "tree" if _is_tree_direct(devices, can_access) else FLAT
+        name = "tree" if _is_replica_tree_direct(devices, can_access) else FLAT
     return _KINDS[name]
 
 
@@ -247,11 +247,11 @@ def is_left_fold(name: str) -> bool:
     return name in (AUTO, FLAT)
 
 
-def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
+def are_distinct_cuda_replicas(devices: Sequence[torch.device]) -> bool:
     return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
 
 
-def _is_tree_direct(devices: Sequence[torch.device], can_access: Callable[[int, int], bool]) -> bool:
+def _is_replica_tree_direct(devices: Sequence[torch.device], can_access: Callable[[int, int], bool]) -> bool:
     """Return whether every addition of the tree can read the other device's memory."""
     if len(devices) not in _TREE_SIZES or any(device.type != "cuda" for device in devices):
         return False
@@ -263,11 +263,11 @@ def _is_tree_direct(devices: Sequence[torch.device], can_access: Callable[[int, 
     return reach(places) or (len(places) == 4 and reach(places[:2]) and reach(places[2:]))
 
 
-def _widen(part: Tensor) -> Tensor:
+def _widen_replica(part: Tensor) -> Tensor:
     # Half-precision sums are accumulated in float32.
     return part.float() if part.dtype.itemsize < 4 else part
 
 
-def _write_total(total: Tensor, target: Tensor) -> None:
+def _write_replica_total(total: Tensor, target: Tensor) -> None:
     if total is not target:
         target.copy_(total)

@@ -6,7 +6,7 @@ numbers, so different calls, shapes or options raise an error that names both si
 hanging. And torch's errors become this project's.
 
 All collectives block, are called by every rank in the same order, and are limited by the process group's timeout. After
-an error the group is unusable. `PendingSums` sums asynchronously, over connections of its own.
+an error the group is unusable. `PendingGroupSums` sums asynchronously, over connections of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvstore_server.errors import (
 from kvstore_server.plan import TensorSpec, check_same
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.protocol.rows import RowSet
-from kvtrainer.ranks.shared_memory import RankMemory, open_memory
+from kvtrainer.ranks.shared_memory import RankMemory, open_rank_memory
 
 BUCKET = 25 * 1024 * 1024
 """Bytes in one collective if no size is set."""
@@ -193,7 +193,7 @@ class RankGroup:
             # The exchange that opens the memory calls this too, and must go through torch.distributed.
             _memories[group] = None
             try:
-                _memories[group] = open_memory(self.rank, self.all_gather_bytes, _group_timeout)
+                _memories[group] = open_rank_memory(self.rank, self.all_gather_bytes, _process_group_timeout)
             except BaseException:
                 del _memories[group]
                 raise
@@ -272,7 +272,7 @@ class RankGroup:
             if "error" in theirs:
                 raise RoundAbortedError(f"rank {rank} raised in {theirs['verb']}: {theirs['error']}")
         for rank, theirs in enumerate(heard):
-            _check_same_call(heard[0], theirs, rank)
+            _check_same_group_call(heard[0], theirs, rank)
         return heard
 
     def report(self, verb: str, error: Exception) -> None:
@@ -314,7 +314,7 @@ class RankGroup:
             ) from error
 
 
-class PendingSums:
+class PendingGroupSums:
     """Asynchronous sums over ranks beside other exchanges, over connections of their own. Needs `can_overlap`.
 
     All ranks start sums of the same sizes in the same order, but may be at different sums at a time.
@@ -323,7 +323,7 @@ class PendingSums:
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self._group = group
         backend = "gloo" if device.type == "cpu" else "nccl"
-        self._own = dist.new_group(backend=backend, timeout=timedelta(seconds=_group_timeout(device)))
+        self._own = dist.new_group(backend=backend, timeout=timedelta(seconds=_process_group_timeout(device)))
         self._started: list[Any] = []
         # Kept until the next sums have ended. Torch attaches a Python object to a sum that is started in a backward
         # pass, and the process aborts if a gloo thread drops the last reference to it while the interpreter shuts down.
@@ -351,14 +351,14 @@ class PendingSums:
                 dist.destroy_process_group(self._own)
 
 
-def _group_timeout(device: torch.device = _CPU) -> float:
+def _process_group_timeout(device: torch.device = _CPU) -> float:
     assert dist.group.WORLD is not None
     backend: Any = dist.group.WORLD._get_backend(device)
     seconds: float = backend.options._timeout.total_seconds()
     return seconds
 
 
-def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
+def _check_same_group_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
     if first["verb"] != other["verb"] or first.get("keys") != other.get("keys"):
         raise ProtocolError(
             f"rank 0 calls {first['verb']}({first.get('keys', '')}) and rank {rank} {other['verb']}"

@@ -9,9 +9,9 @@ meeting, a rank may write to parts of these places that no other rank reads, and
 all of them. Three rooms are enough: a rank that gets to the same room again knows that all others have finished
 reading.
 
-`share_memory` opens the memory between ranks of one host, which the caller chooses. `open_memory` uses it for all ranks
-of a job. Both are collective over the whole job, and both succeed on all of these ranks or on none. After an error in
-an exchange the memory is unusable.
+`share_memory` opens the memory between ranks of one host, which the caller chooses. `open_rank_memory` uses it for all
+ranks of a job. Both are collective over the whole job, and both succeed on all of these ranks or on none. After an
+error in an exchange the memory is unusable.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.protocol.frames import pack_control, unpack_control
-from kvstore_server.transport.arena import SharedArena, make_memory
-from kvstore_server.transport.channel import process_at
+from kvstore_server.transport.arena import SharedArena, make_shared_memory
+from kvstore_server.transport.channel import process_at_channel_end
 from kvtrainer.common import env
 from kvtrainer.errors import ConfigurationError, ProtocolError
 
@@ -55,7 +55,7 @@ Piece = tuple[Tensor, Tensor]
 """This rank's addends and the target of the sum: two flat tensors of equal size, or the same tensor twice."""
 
 
-class _Peer(NamedTuple):
+class _MemoryPeer(NamedTuple):
     """Another rank of this host."""
 
     rank: int
@@ -74,7 +74,7 @@ class RankMemory:
     def __init__(
         self,
         rank: int,
-        peers: Sequence[_Peer],
+        peers: Sequence[_MemoryPeer],
         arena: SharedArena,
         seconds: Callable[[], float],
         opened: ExitStack,
@@ -101,13 +101,13 @@ class RankMemory:
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, by rank: contiguous CPU tensors of equal shape and dtype."""
         found = [torch.empty_like(mine) for _ in range(self._size)]
-        for part, *parts in zip(*(_split_into_places(one) for one in (mine, *found)), strict=True):
+        for part, *parts in zip(*(_split_into_shared_places(one) for one in (mine, *found)), strict=True):
             places = self._exchange([part], torch.uint8, part.numel(), _GATHER)
             torch._foreach_copy_(parts, places)
         return found
 
     def broadcast(self, flat: Tensor) -> None:
-        for part in _split_into_places(flat):
+        for part in _split_into_shared_places(flat):
             places = self._exchange(() if self._at else [part], torch.uint8, part.numel(), _BROADCAST)
             if self._at:
                 part.copy_(places[0])
@@ -126,26 +126,26 @@ class RankMemory:
         """
         last: tuple[Sequence[Tensor], Tensor] = (), torch.empty(0, device="cpu")
         takes = for_all or not self._at
-        for window in _split_into_windows(pieces, PLACE // dtype.itemsize):
+        for window in _split_into_shared_windows(pieces, PLACE // dtype.itemsize):
             # 1. Write this rank's addends of one window, and meet.
             addends, targets = zip(*window, strict=True)
             numel = sum([one.numel() for one in addends])
             places = self._exchange(addends, dtype, numel, _SUM, before)
             # 2. The meeting also shows that all shares of the window before are summed: copy them to the targets.
             if takes:
-                _copy_total_to(*last)
+                _copy_shared_total_to(*last)
             last = (), places[0]
             # 3. Sum small windows completely on each rank, and only a share of large ones.
             if self._size == 2 or numel * dtype.itemsize <= SMALL:
-                _sum_places_into(targets if takes else (), places, after)
+                _sum_shared_places_into(targets if takes else (), places, after)
             else:
                 last = targets, places[0]
                 share = slice(numel * self._at // self._size, numel * (self._at + 1) // self._size)
-                _sum_places([place[share] for place in places], places[0][share], after)
+                _sum_shared_places([place[share] for place in places], places[0][share], after)
         # 4. The last shares need a meeting of their own.
         if last[0]:
             self._meet(_SUMMED)
-            _copy_total_to(*last if takes else ((), places[0]))
+            _copy_shared_total_to(*last if takes else ((), places[0]))
 
     def _exchange(
         self, given: Sequence[Tensor], dtype: torch.dtype, numel: int, what: int, factor: float = 1.0
@@ -179,7 +179,7 @@ class RankMemory:
                     "order on every rank"
                 )
 
-    def _receive(self, peer: _Peer) -> bytes:
+    def _receive(self, peer: _MemoryPeer) -> bytes:
         deadline, has_ended = 0.0, False
         while True:
             try:
@@ -200,7 +200,7 @@ class RankMemory:
             has_ended = any([fd == peer.process for fd, _ in peer.poll.poll(1000 * (deadline - now))])
 
 
-class Shared(NamedTuple):
+class SharedRanks(NamedTuple):
     """The result of `share_memory`."""
 
     memory: RankMemory | None
@@ -215,7 +215,7 @@ class Shared(NamedTuple):
 Heard = Sequence[Mapping[str, Any]]
 
 
-def open_memory(
+def open_rank_memory(
     rank: int, tell: Callable[[bytes], list[bytes]], seconds: Callable[[], float]
 ) -> RankMemory | None:
     """Open shared memory of all ranks if they are on one host and KVSTORE_TRANSPORT allows it. Collective.
@@ -230,12 +230,12 @@ def open_memory(
     """
     said = {"transport": env.text_of(os.environ, env.TRANSPORT)}
     memory, _, heard, trouble = share_memory(
-        rank, env.BOOT_ID.read_text, said, _all_of_one_host, tell, seconds
+        rank, env.BOOT_ID.read_text, said, _ranks_of_one_host, tell, seconds
     )
     if memory is not None:
         return memory
     transports = [one["transport"] for one in heard]
-    trouble = trouble or _reason_not_shared(heard)
+    trouble = trouble or _why_memory_is_not_shared(heard)
     if "shm" in transports:
         raise ConfigurationError(
             f"the ranks of torch.distributed cannot share memory: {trouble} ({env.TRANSPORT}=auto goes without it)"
@@ -247,13 +247,13 @@ def open_memory(
     return None
 
 
-def _all_of_one_host(heard: Heard) -> list[Sequence[int]]:
-    return [] if _reason_not_shared(heard) else [range(len(heard))]
+def _ranks_of_one_host(heard: Heard) -> list[Sequence[int]]:
+    return [] if _why_memory_is_not_shared(heard) else [range(len(heard))]
 
 
-def _reason_not_shared(heard: Heard) -> str:
-    """Return why the ranks cannot share memory, or an empty string. Raises as `open_memory`."""
-    transports = [env.transport_of({env.TRANSPORT: one["transport"]}) for one in heard]
+def _why_memory_is_not_shared(heard: Heard) -> str:
+    """Return why the ranks cannot share memory, or an empty string. Raises as `open_rank_memory`."""
+    transports = [env.transport_from_env({env.TRANSPORT: one["transport"]}) for one in heard]
     if "tcp" in transports:
         return f"rank {transports.index('tcp')} has {env.TRANSPORT}=tcp"
     if len({one["host"] for one in heard}) > 1:
@@ -268,7 +268,7 @@ def share_memory(
     choose: Callable[[Heard], Sequence[Sequence[int]]],
     tell: Callable[[bytes], list[bytes]],
     seconds: Callable[[], float],
-) -> Shared:
+) -> SharedRanks:
     """Open shared memory between ranks of one host. Collective over all ranks of the job.
 
     Args:
@@ -276,7 +276,7 @@ def share_memory(
         said: What the other ranks are to know about this one, besides its "host" and "trouble".
         choose: Returns the groups of ranks, in ascending order, that share memory, given what all ranks said. A rank
             with "trouble" must not be in a group.
-        tell, seconds: As in `open_memory`.
+        tell, seconds: As in `open_rank_memory`.
     """
     with ExitStack() as opened:
         # 1. Listen before the others learn the address.
@@ -284,7 +284,7 @@ def share_memory(
         address = b"\0kvtrainer-" + uuid.uuid4().hex.encode()
         try:
             name = host()
-            listener = opened.enter_context(_make_socket())
+            listener = opened.enter_context(_make_memory_socket())
             listener.bind(address)
             listener.listen(socket.SOMAXCONN)
         except OSError as error:
@@ -295,15 +295,15 @@ def share_memory(
         groups = choose(heard)
         ranks = next((group for group in groups if rank in group), [rank])
         if not groups:
-            return Shared(None, ranks, heard, trouble)
+            return SharedRanks(None, ranks, heard, trouble)
         # 3. Connect and pass the memory on.
-        peers, arena = list[_Peer](), None
+        peers, arena = list[_MemoryPeer](), None
         if listener is not None and len(ranks) > 1:
             try:
-                peers = _connect_peers(
+                peers = _connect_memory_peers(
                     listener, rank, {other: heard[other]["address"] for other in ranks}, opened
                 )
-                arena = _share_arena(rank, peers)
+                arena = _share_memory_arena(rank, peers)
             except (OSError, struct.error) as error:
                 trouble = f"rank {rank}: {error}"
                 opened.close()  # tells ranks that wait for this one
@@ -311,11 +311,11 @@ def share_memory(
         troubles = tell(trouble.encode())
         trouble = "; ".join([troubles[other].decode() for other in ranks if troubles[other]])
         if arena is None or trouble:
-            return Shared(None, ranks, heard, trouble)
-        return Shared(RankMemory(rank, peers, arena, seconds, opened.pop_all()), ranks, heard, "")
+            return SharedRanks(None, ranks, heard, trouble)
+        return SharedRanks(RankMemory(rank, peers, arena, seconds, opened.pop_all()), ranks, heard, "")
 
 
-def _make_socket() -> socket.socket:
+def _make_memory_socket() -> socket.socket:
     """Return a new socket. Raises OSError on systems other than Linux, which lack pidfd and sealed memory."""
     if not hasattr(os, "pidfd_open"):
         raise OSError("this system has no pidfd and no sealed memory")
@@ -324,13 +324,13 @@ def _make_socket() -> socket.socket:
     return end
 
 
-def _connect_peers(
+def _connect_memory_peers(
     listener: socket.socket, rank: int, addresses: Mapping[int, bytes], opened: ExitStack
-) -> list[_Peer]:
+) -> list[_MemoryPeer]:
     """Connect to all other ranks, by rank. Raises OSError or struct.error if that fails or takes too long."""
     ends: dict[int, socket.socket] = {}
     for other in [other for other in addresses if other < rank]:
-        ends[other] = opened.enter_context(_make_socket())
+        ends[other] = opened.enter_context(_make_memory_socket())
         ends[other].connect(addresses[other])
         ends[other].send(_GREETING.pack(rank))
     for _ in [other for other in addresses if other > rank]:
@@ -341,20 +341,20 @@ def _connect_peers(
     listener.close()
     peers = []
     for other, end in sorted(ends.items()):
-        process = os.pidfd_open(process_at(end))
+        process = os.pidfd_open(process_at_channel_end(end))
         opened.callback(os.close, process)
         poll = select.poll()
         poll.register(end, select.POLLIN)
         poll.register(process, select.POLLIN)
-        peers.append(_Peer(other, end, process, poll))
+        peers.append(_MemoryPeer(other, end, process, poll))
     return peers
 
 
-def _share_arena(rank: int, peers: Sequence[_Peer]) -> SharedArena:
+def _share_memory_arena(rank: int, peers: Sequence[_MemoryPeer]) -> SharedArena:
     """Create and send the memory, on the lowest rank, or receive it. Raises OSError if it could be truncated."""
     nbytes = _ROOMS * (len(peers) + 1) * PLACE
     if rank < peers[0].rank:
-        fd = make_memory(nbytes)
+        fd = make_shared_memory(nbytes)
         for peer in peers:
             socket.send_fds(peer.end, [_GREETING.pack(rank)], [fd])
     else:
@@ -374,13 +374,13 @@ def _share_arena(rank: int, peers: Sequence[_Peer]) -> SharedArena:
     return SharedArena(fd)
 
 
-def _split_into_places(tensor: Tensor) -> Iterator[Tensor]:
+def _split_into_shared_places(tensor: Tensor) -> Iterator[Tensor]:
     flat = tensor.view(-1).view(torch.uint8)
     for at in range(0, flat.numel(), PLACE):
         yield flat[at : at + PLACE]
 
 
-def _split_into_windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
+def _split_into_shared_windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
     """Split pieces into windows of `size` elements. The last one may be shorter."""
     window: list[Piece] = []
     room = size
@@ -397,7 +397,7 @@ def _split_into_windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Pie
         yield window
 
 
-def _sum_places(places: Sequence[Tensor], total: Tensor, after: float) -> None:
+def _sum_shared_places(places: Sequence[Tensor], total: Tensor, after: float) -> None:
     torch.add(places[0], places[1], out=total)
     for place in places[2:]:
         total.add_(place)
@@ -405,20 +405,20 @@ def _sum_places(places: Sequence[Tensor], total: Tensor, after: float) -> None:
         total.mul_(after)
 
 
-def _sum_places_into(targets: Sequence[Tensor], places: Sequence[Tensor], after: float) -> None:
+def _sum_shared_places_into(targets: Sequence[Tensor], places: Sequence[Tensor], after: float) -> None:
     """Sum places from left to right into targets, which may differ in device and dtype."""
     at = 0
     for target in targets:
         addends = [place[at : at + target.numel()] for place in places]
         is_direct = target.is_cpu and target.dtype == addends[0].dtype
         total = target if is_direct else torch.empty_like(addends[0])
-        _sum_places(addends, total, after)
+        _sum_shared_places(addends, total, after)
         if not is_direct:
             target.copy_(total)
         at += target.numel()
 
 
-def _copy_total_to(targets: Sequence[Tensor], total: Tensor) -> None:
+def _copy_shared_total_to(targets: Sequence[Tensor], total: Tensor) -> None:
     at = 0
     for target in targets:
         target.copy_(total[at : at + target.numel()])

@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
-from kvtrainer.common.registries import SCHEDULES
+from kvtrainer.common.registry_class import SCHEDULES
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -33,7 +33,12 @@ from kvtrainer.errors import (
 )
 from kvtrainer.schedules.formulas import MMENGINE, OF_MMENGINE
 from kvtrainer.schedules.param_schedule import BoundSchedule, ParamSchedule, ScheduleSpec
-from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, bound_by, is_torch_scheduler
+from kvtrainer.schedules.torch_schedule import (
+    PlateauSchedule,
+    TorchSchedule,
+    bind_torch_schedule,
+    is_torch_scheduler,
+)
 
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _WARMUP = ("warmup", "warmup_iters", "warmup_ratio", "warmup_by_epoch")
@@ -69,9 +74,9 @@ def read_schedule(cfg: Mapping[str, Any], default_args: Mapping[str, Any]) -> Sc
     run = {key: default_args.get(key) for key in _RUN} | dict(cfg.get("run", {}))
     cfg = {key: value for key, value in cfg.items() if key != "run"}
     if "policy" in cfg:
-        return _from_policy({**run, **cfg})
+        return _schedule_from_policy_config({**run, **cfg})
     if "type" in cfg:
-        return _from_type(cfg, run)
+        return _schedule_from_type_config(cfg, run)
     raise ConfigurationError(f"a schedule as a dict has 'policy' or 'type', got {cfg!r:.120}")
 
 
@@ -94,7 +99,7 @@ def schedule_from_lr_config(
         ConfigurationError: An option is unknown or wrong, or the policy needs an end that is not known.
     """
     run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
-    return _from_policy({**run, **cfg, "name": "lr"})
+    return _schedule_from_policy_config({**run, **cfg, "name": "lr"})
 
 
 def schedule_from_momentum_config(
@@ -106,7 +111,7 @@ def schedule_from_momentum_config(
 ) -> ScheduleSpec:
     """Read MMCV's momentum_config. Arguments and errors are those of `schedule_from_lr_config`."""
     run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
-    return _from_policy({**run, **cfg, "name": "momentum"})
+    return _schedule_from_policy_config({**run, **cfg, "name": "momentum"})
 
 
 def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
@@ -143,7 +148,7 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
     return ParamSchedule.unbound("lr", name, by="step", end=solver["MAX_ITER"], **warm, **options)
 
 
-def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
+def _schedule_from_policy_config(cfg: Mapping[str, Any]) -> ScheduleSpec:
     """Read MMCV's form. Whatever concerns neither the window nor the warm-up is an option of the policy."""
     # 1. Policy and value.
     rest = dict(cfg)
@@ -152,8 +157,8 @@ def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
         raise ConfigurationError(f"a schedule needs the name of its policy, got {policy!r}")
     # 2. The unit of counting, and the end in that unit.
     max_epochs, max_iters, length = (rest.pop(key, None) for key in _RUN)
-    by_epoch = _goes_by_epoch(rest, not is_stepwise(policy))
-    if by_epoch and is_stepwise(policy):
+    by_epoch = _is_schedule_by_epoch(rest, not is_stepwise_schedule(policy))
+    if by_epoch and is_stepwise_schedule(policy):
         raise ConfigurationError(f"the policy {policy!r} goes by step; leave by_epoch out, or give False")
     if max_iters is None and max_epochs and length:
         max_iters = int(max_epochs * length)
@@ -174,12 +179,12 @@ def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
     return ScheduleSpec(name, policy, by, end=end, epoch_length=length, **when, **warm, options=rest)
 
 
-def is_stepwise(policy: str) -> bool:
+def is_stepwise_schedule(policy: str) -> bool:
     """Return whether MMCV defines a policy per iteration only."""
     return policy.replace("_", "").lower() in _STEPWISE
 
 
-def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
+def _is_schedule_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
     by = cfg.pop("by", None)
     by_epoch = cfg.pop("by_epoch", default if by is None else by == "epoch")
     if by not in (None, "epoch" if by_epoch else "step"):
@@ -187,7 +192,7 @@ def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
     return bool(by_epoch)
 
 
-def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec | Maker:
+def _schedule_from_type_config(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec | Maker:
     """Read mmengine's form. A class or function as `type`, or one registered in `SCHEDULES`, is called with the
     optimizer and the options. `verbose` has no effect.
     """
@@ -203,17 +208,17 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec |
         raise ConfigurationError(f"a {cfg['type']} needs param_name, the key of the groups that it schedules")
     last_step = check.integer("last_step", cfg.get("last_step", -1), -1)
     options = {key: value for key, value in cfg.items() if key not in _WHEN}
-    begin, end = _begin_and_end(cfg, run, is_optional=kind == _PLATEAU)
+    begin, end = _begin_and_end_of_schedule(cfg, run, is_optional=kind == _PLATEAU)
     if kind == _PLATEAU:
-        return _read_plateau(cfg, name, begin, end, options)
+        return _read_plateau_schedule(cfg, name, begin, end, options)
     # 3. The window in steps, if that is asked for.
     if cfg.get("convert_to_iter_based"):
-        begin, end = _epochs_to_steps(cfg, run, options, begin, end)
+        begin, end = _schedule_epochs_to_steps(cfg, run, options, begin, end)
         by_epoch = False
     span = (_INFINITE if end is None else end) - begin
     if kind in ("Constant", "Linear") and span == 1:
         end = None  # the value changes after this single step
-    options = _options_with_span(kind, name, options, span)
+    options = _schedule_options_with_span(kind, name, options, span)
     # 4. `last_step` resumes: this many steps or epochs have passed.
     passed = 0 if last_step == -1 else begin + last_step + 1
     policy, by = f"{MMENGINE}{kind}", "epoch" if by_epoch else "step"
@@ -223,7 +228,9 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec |
     return spec if last_step == -1 else _require_initial_values(spec)
 
 
-def _begin_and_end(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool) -> tuple[Any, Any]:
+def _begin_and_end_of_schedule(
+    cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool
+) -> tuple[Any, Any]:
     begin, end = cfg.get("begin", 0), cfg.get("end")
     if end is None:
         limit = "max_epochs" if cfg.get("by_epoch", True) else "max_iters"
@@ -239,7 +246,7 @@ def _begin_and_end(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: 
     return begin, end
 
 
-def _options_with_span(kind: str, name: str, options: dict[str, Any], span: int) -> dict[str, Any]:
+def _schedule_options_with_span(kind: str, name: str, options: dict[str, Any], span: int) -> dict[str, Any]:
     if kind == "OneCycle":
         if name != "lr":
             raise ConfigurationError(
@@ -295,12 +302,12 @@ def _schedule_factory(made: Callable[..., Any], options: dict[str, Any], by: str
         except (TypeError, ValueError) as error:
             name = getattr(made, "__name__", repr(made))
             raise ConfigurationError(f"the schedule {name} cannot be made: {error}") from error
-        return bound_by(schedule, by)
+        return bind_torch_schedule(schedule, by)
 
     return make
 
 
-def _epochs_to_steps(
+def _schedule_epochs_to_steps(
     cfg: Mapping[str, Any], run: Mapping[str, Any], options: dict[str, Any], begin: Any, end: Any
 ) -> tuple[int, int | None]:
     if not cfg.get("by_epoch", True):
@@ -316,7 +323,7 @@ def _epochs_to_steps(
     return int(begin * length), None if end is None else int(end * length)
 
 
-def _read_plateau(
+def _read_plateau_schedule(
     cfg: Mapping[str, Any], name: str, begin: int, end: int | None, options: dict[str, Any]
 ) -> Callable[[torch.optim.Optimizer], PlateauSchedule]:
     """Read ReduceOnPlateau with mmengine's options. `monitor` is ignored, since the caller passes the metric."""
@@ -367,7 +374,7 @@ def bind_schedules(
     bound: list[BoundSchedule] = []
     made: list[BoundSchedule] = []
     last = {one.name: one for one in bound_before if isinstance(one, ParamSchedule)}
-    with _restore_groups_on_error(optimizer, made):
+    with _restore_scheduled_groups_on_error(optimizer, made):
         for one in given:
             schedule = _bind_schedule(one, optimizer, default_args or {}, last)
             if schedule is not one:
@@ -378,7 +385,7 @@ def bind_schedules(
                 clock = schedule.warmup_clock
                 if clock is not None and not any(other is clock for other in given):
                     bound.append(clock)
-        _check_conflicts([*bound_before, *bound])
+        _check_schedule_conflicts([*bound_before, *bound])
     return bound
 
 
@@ -455,13 +462,13 @@ def _bind_schedule(
             f"this {kind} is bound to another optimizer, a {type(one.optimizer).__name__}; give a function that makes "
             "it, or bind it to this one"
         )
-    bound: BoundSchedule = bound_by(one, by or "step")
+    bound: BoundSchedule = bind_torch_schedule(one, by or "step")
     if by not in (None, bound.by):
         raise ConfigurationError(f"by={by!r} was given for a {kind}, which is advanced by {bound.by!r}")
     return bound
 
 
-def _check_conflicts(schedules: Sequence[BoundSchedule]) -> None:
+def _check_schedule_conflicts(schedules: Sequence[BoundSchedule]) -> None:
     """Let schedules by metric scale what other schedules of the same value write."""
     ours = [one for one in schedules if isinstance(one, ParamSchedule)]
     for at, one in enumerate(ours):
@@ -482,7 +489,7 @@ def _check_conflicts(schedules: Sequence[BoundSchedule]) -> None:
 
 
 @contextmanager
-def _restore_groups_on_error(
+def _restore_scheduled_groups_on_error(
     optimizer: torch.optim.Optimizer, made: Sequence[BoundSchedule]
 ) -> Iterator[None]:
     """Run a block that binds schedules and appends them to `made`. If it raises, restore the groups and unbind."""

@@ -1,12 +1,12 @@
 """Formulas of scheduled values, as pure functions with the names and options of MMCV, Detectron and mmengine.
 
-A formula gets a `Point` (the value it starts from, and how many steps or epochs have passed) and its options by
+A formula gets a `FormulaPoint` (the value it starts from, and how many steps or epochs have passed) and its options by
 keyword. It has no state, so a value does not depend on how training came there, and a resumed run gets the same values.
 Systems that differ only in names share a formula.
 
 `_NAMED` maps the name of a policy to its formula. mmengine's names have the prefix "mmengine:", because some mean other
-values in MMCV. `make_policy` returns a `Formula`, whose options have our names (`_ALIASES`), have defaults, and are
-checked: each by itself (`_CHECKS`), and against each other and the length of the run (`_option_problem`). So a
+values in MMCV. `make_formula` returns a `Formula`, whose options have our names (`_ALIASES`), have defaults, and are
+checked: each by itself (`_CHECKS`), and against each other and the length of the run (`_formula_option_problem`). So a
 formula that was made cannot fail while training, except where it says so.
 
 To add a policy: write the function, add it to `_NAMED`, and add checks for options that are not plain numbers.
@@ -32,7 +32,7 @@ MMENGINE = "mmengine:"
 """Prefix of mmengine's formulas; MMCV has other values under some of these names."""
 
 
-class Point(NamedTuple):
+class FormulaPoint(NamedTuple):
     """The arguments of a formula that change while training."""
 
     base: float
@@ -59,7 +59,7 @@ class Point(NamedTuple):
         return min(self.at, self.total) / self.total
 
 
-class Low(NamedTuple):
+class FormulaMinimum(NamedTuple):
     """A schedule's minimum: the same for all groups, or a fraction of what each group starts from."""
 
     minimum: float | None = None
@@ -71,12 +71,12 @@ class Low(NamedTuple):
         return 0.0 if self.minimum is None else self.minimum
 
 
-def fixed(point: Point) -> float:
+def fixed(point: FormulaPoint) -> float:
     return point.base
 
 
 def step(
-    point: Point, *, every: int | Sequence[int], gamma: float = 0.1, minimum: float | None = None
+    point: FormulaPoint, *, every: int | Sequence[int], gamma: float = 0.1, minimum: float | None = None
 ) -> float:
     """Return `base * gamma**k`, at least `minimum`; k is `at // every`, or how many moments of a list have come."""
     base, at = point.base, point.at
@@ -85,65 +85,65 @@ def step(
     return value if minimum is None else max(value, minimum)
 
 
-def multi_step(point: Point, *, milestones: Sequence[int], gamma: float = 0.1) -> float:
+def multi_step(point: FormulaPoint, *, milestones: Sequence[int], gamma: float = 0.1) -> float:
     """Return `base * gamma**k` after k milestones. A milestone that is listed twice counts twice."""
     return step(point, every=milestones, gamma=gamma)
 
 
-def exponential(point: Point, *, gamma: float) -> float:
+def exponential(point: FormulaPoint, *, gamma: float) -> float:
     return float(point.base * gamma**point.at)
 
 
-def exponential_over(point: Point, *, gamma: float) -> float:
+def exponential_over(point: FormulaPoint, *, gamma: float) -> float:
     """Return `base * gamma**(at / span)`: Detectron's exp_decay."""
     return float(point.base * gamma**point.share)
 
 
-def inverse(point: Point, *, gamma: float, power: float = 1.0) -> float:
+def inverse(point: FormulaPoint, *, gamma: float, power: float = 1.0) -> float:
     """Return `base * (1 + gamma * at)**-power`."""
     return float(point.base * (1.0 + gamma * point.at) ** -power)
 
 
-def constant_then_base(point: Point, *, length: int, factor: float = 1.0 / 3.0) -> float:
+def constant_then_base(point: FormulaPoint, *, length: int, factor: float = 1.0 / 3.0) -> float:
     """Return `base * factor` before `length`, then `base`."""
     return point.base * factor if point.at < length else point.base
 
 
 def between_factors(
-    point: Point, *, length: int, start_factor: float = 1.0 / 3.0, end_factor: float = 1.0
+    point: FormulaPoint, *, length: int, start_factor: float = 1.0 / 3.0, end_factor: float = 1.0
 ) -> float:
     """Return `base` times a factor that changes linearly from `start_factor` to `end_factor`, reached at `length`."""
     return point.base * (start_factor + (end_factor - start_factor) * min(point.at, length) / length)
 
 
-def poly(point: Point, *, low: Low, power: float = 1.0) -> float:
+def poly(point: FormulaPoint, *, low: FormulaMinimum, power: float = 1.0) -> float:
     """Decay from `base` to the minimum as `(1 - at / span)**power`."""
     end = low.of(point.base)
     return float(end + (point.base - end) * (1.0 - point.share) ** power)
 
 
-def poly_over(point: Point, *, length: int, low: Low, power: float = 1.0) -> float:
+def poly_over(point: FormulaPoint, *, length: int, low: FormulaMinimum, power: float = 1.0) -> float:
     """Decay as `poly`, but reach the minimum at `length`."""
     return poly(point._replace(span=length), low=low, power=power)
 
 
-def linear(point: Point, *, low: Low) -> float:
+def linear(point: FormulaPoint, *, low: FormulaMinimum) -> float:
     """Decay linearly from `base` to the minimum."""
     return _interpolate(point.base, low.of(point.base), point.share)
 
 
-def cosine(point: Point, *, low: Low) -> float:
+def cosine(point: FormulaPoint, *, low: FormulaMinimum) -> float:
     """Decay from `base` to the minimum along half a cosine. With minimum 0 it is Detectron's cosine_decay."""
     return _half_cosine(point.base, low.of(point.base), point.share)
 
 
-def cosine_up_and_down(point: Point, *, T_max: float, low: Low) -> float:
+def cosine_up_and_down(point: FormulaPoint, *, T_max: float, low: FormulaMinimum) -> float:
     """Go from `base` to the minimum in `T_max`, then back up, and so on, as torch's CosineAnnealingLR."""
     start = point.base if point.at <= T_max else point.initial
     return _half_cosine(start, low.of(point.initial), point.at / T_max)
 
 
-def flat_cosine(point: Point, *, low: Low, start_percent: float = 0.75) -> float:
+def flat_cosine(point: FormulaPoint, *, low: FormulaMinimum, start_percent: float = 0.75) -> float:
     """Stay at `base` for the fraction `start_percent` of the span, then decay along half a cosine."""
     start = round(point.total * start_percent)
     if point.at < start or start >= point.total:
@@ -152,7 +152,11 @@ def flat_cosine(point: Point, *, low: Low, start_percent: float = 0.75) -> float
 
 
 def cosine_restart(
-    point: Point, *, low: Low, periods: Sequence[int], restart_weights: Sequence[float] = (1.0,)
+    point: FormulaPoint,
+    *,
+    low: FormulaMinimum,
+    periods: Sequence[int],
+    restart_weights: Sequence[float] = (1.0,),
 ) -> float:
     """Repeat half a cosine, one for each period; the height above the minimum is multiplied by the period's weight."""
     index, share = _period_at(point.at, periods)
@@ -161,7 +165,11 @@ def cosine_restart(
 
 
 def cosine_restart_from_weights(
-    point: Point, *, low: Low, periods: Sequence[int], restart_weights: Sequence[float] = (1.0,)
+    point: FormulaPoint,
+    *,
+    low: FormulaMinimum,
+    periods: Sequence[int],
+    restart_weights: Sequence[float] = (1.0,),
 ) -> float:
     """Repeat half a cosine that starts at `base` times the period's weight; stay at the end of the last one."""
     index, share = _period_at(min(point.at, sum(periods) - 1), periods)
@@ -169,7 +177,7 @@ def cosine_restart_from_weights(
 
 
 def cyclic(
-    point: Point,
+    point: FormulaPoint,
     *,
     target_ratio: Sequence[float] = (10.0, 1e-4),
     cyclic_times: int = 1,
@@ -194,7 +202,7 @@ def cyclic(
 
 
 def one_cycle(
-    point: Point,
+    point: FormulaPoint,
     *,
     maximum: float | Sequence[float],
     total_steps: int | None = None,
@@ -212,11 +220,11 @@ def one_cycle(
     peak = maximum[min(point.group, len(maximum) - 1)] if isinstance(maximum, Sequence) else maximum
     first = peak / div_factor
     stops = [first, peak, *([first] if three_phase else []), first / final_div_factor]
-    return _in_phases(point.at, total_steps or point.total, pct_start, stops, anneal_strategy)
+    return _interpolate_in_phases(point.at, total_steps or point.total, pct_start, stops, anneal_strategy)
 
 
 def one_cycle_momentum(
-    point: Point,
+    point: FormulaPoint,
     *,
     base_momentum: float = 0.85,
     max_momentum: float = 0.95,
@@ -227,11 +235,11 @@ def one_cycle_momentum(
 ) -> float:
     """Return the 1cycle momentum: from `max_momentum` to `base_momentum` and back, independent of `base`."""
     stops = [max_momentum, base_momentum, max_momentum, *([max_momentum] if three_phase else [])]
-    return _in_phases(point.at, total_steps or point.total, pct_start, stops, anneal_strategy)
+    return _interpolate_in_phases(point.at, total_steps or point.total, pct_start, stops, anneal_strategy)
 
 
 def steps_with_values(
-    point: Point, *, steps: Sequence[int], values: Sequence[float], reference: float | None = None
+    point: FormulaPoint, *, steps: Sequence[int], values: Sequence[float], reference: float | None = None
 ) -> float:
     """Return `values[i]` from `steps[i]` on: Detectron's steps_with_lrs.
 
@@ -277,7 +285,9 @@ def _period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
     )
 
 
-def _in_phases(at: int, total: int, pct_start: float, stops: Sequence[float], strategy: str) -> float:
+def _interpolate_in_phases(
+    at: int, total: int, pct_start: float, stops: Sequence[float], strategy: str
+) -> float:
     """Interpolate between stops. The first phase takes `pct_start` of the time; the second of three, the same time."""
     ways = list(pairwise(stops))
     # As in torch's OneCycleLR, phases end one step early: the first value is at step 0.
@@ -301,11 +311,11 @@ class Formula:
         self, base: float, at: int, span: int | None, initial: float | None = None, group: int = 0
     ) -> float:
         """Return the value. `initial` is `base` if no other schedule comes before."""
-        point = Point(base, at, span, base if initial is None else initial, group)
+        point = FormulaPoint(base, at, span, base if initial is None else initial, group)
         return float(self.function(point, **self.options))
 
 
-class _Named(NamedTuple):
+class _NamedFormula(NamedTuple):
     formula: Callable[..., float]
     needs_end: bool = False
     needs_minimum: bool = False
@@ -314,29 +324,29 @@ class _Named(NamedTuple):
     """Defaults that differ when momentum is scheduled."""
 
 
-_NAMED: Mapping[str, _Named] = {
-    "fixed": _Named(fixed),
-    "step": _Named(step, of_momentum={"gamma": 0.5}),
-    "exp": _Named(exponential),
-    "poly": _Named(poly, needs_end=True),
-    "inv": _Named(inverse),
-    "CosineAnnealing": _Named(cosine, needs_end=True, needs_minimum=True),
-    "LinearAnnealing": _Named(linear, needs_end=True, needs_minimum=True),
-    "FlatCosineAnnealing": _Named(flat_cosine, needs_end=True, needs_minimum=True),
-    "CosineRestart": _Named(cosine_restart, needs_minimum=True),
-    "cyclic": _Named(cyclic, needs_end=True, of_momentum={"target_ratio": (0.85 / 0.95, 1.0)}),
-    "OneCycle": _Named(one_cycle, needs_end=True),
-    "steps_with_lrs": _Named(steps_with_values),
-    "exp_decay": _Named(exponential_over, needs_end=True),
-    "mmengine:Constant": _Named(constant_then_base),
-    "mmengine:Linear": _Named(between_factors),
-    "mmengine:Step": _Named(step),
-    "mmengine:MultiStep": _Named(multi_step),
-    "mmengine:Exponential": _Named(exponential),
-    "mmengine:CosineAnnealing": _Named(cosine_up_and_down),
-    "mmengine:Poly": _Named(poly_over),
-    "mmengine:OneCycle": _Named(one_cycle),
-    "mmengine:CosineRestart": _Named(cosine_restart_from_weights, needs_minimum=True, restarts=True),
+_NAMED: Mapping[str, _NamedFormula] = {
+    "fixed": _NamedFormula(fixed),
+    "step": _NamedFormula(step, of_momentum={"gamma": 0.5}),
+    "exp": _NamedFormula(exponential),
+    "poly": _NamedFormula(poly, needs_end=True),
+    "inv": _NamedFormula(inverse),
+    "CosineAnnealing": _NamedFormula(cosine, needs_end=True, needs_minimum=True),
+    "LinearAnnealing": _NamedFormula(linear, needs_end=True, needs_minimum=True),
+    "FlatCosineAnnealing": _NamedFormula(flat_cosine, needs_end=True, needs_minimum=True),
+    "CosineRestart": _NamedFormula(cosine_restart, needs_minimum=True),
+    "cyclic": _NamedFormula(cyclic, needs_end=True, of_momentum={"target_ratio": (0.85 / 0.95, 1.0)}),
+    "OneCycle": _NamedFormula(one_cycle, needs_end=True),
+    "steps_with_lrs": _NamedFormula(steps_with_values),
+    "exp_decay": _NamedFormula(exponential_over, needs_end=True),
+    "mmengine:Constant": _NamedFormula(constant_then_base),
+    "mmengine:Linear": _NamedFormula(between_factors),
+    "mmengine:Step": _NamedFormula(step),
+    "mmengine:MultiStep": _NamedFormula(multi_step),
+    "mmengine:Exponential": _NamedFormula(exponential),
+    "mmengine:CosineAnnealing": _NamedFormula(cosine_up_and_down),
+    "mmengine:Poly": _NamedFormula(poly_over),
+    "mmengine:OneCycle": _NamedFormula(one_cycle),
+    "mmengine:CosineRestart": _NamedFormula(cosine_restart_from_weights, needs_minimum=True, restarts=True),
 }
 OF_MMENGINE = tuple(one.removeprefix(MMENGINE) for one in _NAMED if one.startswith(MMENGINE))
 _ALIASES = {
@@ -358,7 +368,7 @@ _ALIASES_OF_MMENGINE = {
 }
 
 
-def make_policy(
+def make_formula(
     policy: str | Policy, options: Mapping[str, Any], name: str = "lr", span: int | None = None
 ) -> Formula:
     """Return the formula for a policy and its options. Case and underscores in a name do not matter.
@@ -375,7 +385,7 @@ def make_policy(
         if options:
             raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
         return Formula(lambda point: policy(point.base, point.at, point.span))
-    given = check_policy_options(policy, options, name, span)
+    given = check_formula_options(policy, options, name, span)
     kind, function = _find_formula(policy, name)
     if _NAMED[kind].needs_end and span is None and given.get("total_steps") is None:
         raise ConfigurationError(
@@ -383,20 +393,20 @@ def make_policy(
             "configuration"
         )
     if "minimum_ratio" in given:
-        given["low"] = Low(given.pop("minimum"), given.pop("minimum_ratio"))
+        given["low"] = FormulaMinimum(given.pop("minimum"), given.pop("minimum_ratio"))
     return Formula(function, given, _NAMED[kind].restarts)
 
 
-def check_policy_options(
+def check_formula_options(
     policy: str, options: Mapping[str, Any], name: str = "lr", span: int | None = None
 ) -> dict[str, Any]:
-    """Return all options of a policy under our names, with defaults. Raises as `make_policy`."""
+    """Return all options of a policy under our names, with defaults. Raises as `make_formula`."""
     # 1. Our names, and defaults.
     kind, function = _find_formula(policy, name)
     label = f"the policy {kind.removeprefix(MMENGINE)!r}"
     aliases = _ALIASES_OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
     defaults = _NAMED[kind].of_momentum if name == "momentum" else {}
-    given = _rename_options(label, function, options, aliases, defaults)
+    given = _rename_formula_options(label, function, options, aliases, defaults)
     # 2. A minimum can be absolute or relative, but not both.
     minima = [key for key in ("minimum", "minimum_ratio") if given.get(key) is not None]
     if len(minima) > 1 or (_NAMED[kind].needs_minimum and not minima):
@@ -414,14 +424,14 @@ def check_policy_options(
     for key, value in given.items():
         if value is not None:
             _CHECKS.get(key, check.number)(f"{key} of {label}", value)
-    if problem := _option_problem(kind, label, given, span):
+    if problem := _formula_option_problem(kind, label, given, span):
         raise ConfigurationError(problem)
     return given
 
 
 def _find_formula(policy: str, name: str) -> tuple[str, Callable[..., float]]:
-    known = {_normalized_name(one): one for one in _NAMED} | {"flatcosine": "FlatCosineAnnealing"}
-    kind = known.get(_normalized_name(policy))
+    known = {_normalized_formula_name(one): one for one in _NAMED} | {"flatcosine": "FlatCosineAnnealing"}
+    kind = known.get(_normalized_formula_name(policy))
     if kind is None:
         there = [one for one in _NAMED if not one.startswith(MMENGINE)]
         raise UnregisteredNameError(
@@ -430,11 +440,11 @@ def _find_formula(policy: str, name: str) -> tuple[str, Callable[..., float]]:
     return kind, one_cycle_momentum if (kind, name) == ("OneCycle", "momentum") else _NAMED[kind].formula
 
 
-def _normalized_name(name: str) -> str:
+def _normalized_formula_name(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _rename_options(
+def _rename_formula_options(
     label: str,
     function: Callable[..., float],
     options: Mapping[str, Any],
@@ -463,19 +473,21 @@ def _rename_options(
     return given
 
 
-def _list_of(label: str, value: object, checked: Callable[[str, Any], object], least: int = 1) -> None:
+def _check_formula_list(
+    label: str, value: object, checked: Callable[[str, Any], object], least: int = 1
+) -> None:
     if not isinstance(value, tuple) or len(value) < least:
         raise ConfigurationError(f"{label} must be a list of numbers, got {value!r:.80}")
     for one in value:
         checked(f"each of {label}", one)
 
 
-def _check_maximum(label: str, value: object) -> None:
+def _check_formula_maximum(label: str, value: object) -> None:
     for one in value if isinstance(value, tuple) else (value,):
         check.number(label, one)
 
 
-def _check_every(label: str, value: object) -> None:
+def _check_formula_step(label: str, value: object) -> None:
     moments = value if isinstance(value, tuple) else (value,)
     is_fit = bool(moments) and all(check.is_integer(moment, 1) for moment in moments)
     if not is_fit or list(moments) != sorted(moments):
@@ -485,12 +497,12 @@ def _check_every(label: str, value: object) -> None:
 
 
 _count, _share_of_one = partial(check.integer, least=1), partial(check.number, least=0, most=1)
-_numbers = partial(_list_of, checked=check.number)
-_moments = partial(_list_of, checked=partial(check.integer, least=0))
+_numbers = partial(_check_formula_list, checked=check.number)
+_moments = partial(_check_formula_list, checked=partial(check.integer, least=0))
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
-    "every": _check_every,
-    "maximum": _check_maximum,
-    "periods": partial(_list_of, checked=_count),
+    "every": _check_formula_step,
+    "maximum": _check_formula_maximum,
+    "periods": partial(_check_formula_list, checked=_count),
     "steps": _moments,
     "milestones": partial(_moments, least=0),
     "restart_weights": _numbers,
@@ -512,7 +524,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 """Option → its check. All other options must be numbers."""
 
 
-def _option_problem(kind: str, label: str, given: Mapping[str, Any], span: int | None) -> str:
+def _formula_option_problem(kind: str, label: str, given: Mapping[str, Any], span: int | None) -> str:
     """Return what is contradictory among the options, or with the span; '' if nothing is."""
     if "target_ratio" in given:
         check.number(f"gamma of {label}", given["gamma"], above=0, most=1)

@@ -4,13 +4,15 @@ A `ScheduleSpec` describes a schedule; a `ParamSchedule` is one bound to an opti
 count of steps or epochs by a pure formula (`formulas.py`), so it resumes from that count alone, and a run whose end was
 changed continues on the new course.
 
-- Groups keep their proportions: each starts from its own `initial_lr` (or its current value), stored in `GroupValue`.
+- Groups keep their proportions: each starts from its own `initial_lr` (or its current value), stored in
+`ScheduledGroupValue`.
 - Schedules of the same value form a chain, ordered by their windows. The result of one is the base of the next; a value
-  is written once, by `_write`, for the whole chain. Schedules with different `GroupValue` objects would overwrite each
-  other, which `config.py` refuses.
-- A warm-up multiplies the result. If values change per epoch and the warm-up per step, a `WarmupClock` counts the
-  steps.
-- A metric schedule (`torch_schedule.py`) changes a factor, `GroupValue.scales`, by which later values are multiplied.
+  is written once, by `_write`, for the whole chain. Schedules with different `ScheduledGroupValue` objects would
+  overwrite each other, which `config.py` refuses.
+- A warm-up multiplies the result. If values change per epoch and the warm-up per step, a `ScheduleWarmupClock` counts
+  the steps.
+- A metric schedule (`torch_schedule.py`) changes a factor, `ScheduledGroupValue.scales`, by which later values are
+multiplied.
 
 Not thread-safe. Nothing here communicates: a Trainer sends the groups' values with its next step.
 """
@@ -35,7 +37,7 @@ from kvtrainer.errors import (
     StateMismatchError,
     level_of_user,
 )
-from kvtrainer.schedules.formulas import Formula, Policy, make_policy, warmup_factor
+from kvtrainer.schedules.formulas import Formula, Policy, make_formula, warmup_factor
 
 MAX_MOMENTUM = 0.999
 """A warm-up raises momentum at most to this, unless the momentum itself is greater."""
@@ -68,7 +70,7 @@ def refuse_second_scheduler(optimizer: object) -> None:
         )
 
 
-class GroupValue:
+class ScheduledGroupValue:
     """Reads and writes a value in an optimizer's groups. 'momentum' is betas[0] where a group has betas."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -237,7 +239,7 @@ class ScheduleSpec:
 
     def formula(self) -> Formula:
         """Return the policy with its options."""
-        return make_policy(self.policy, self.options, self.name, self.span)
+        return make_formula(self.policy, self.options, self.name, self.span)
 
     @property
     def span(self) -> int | None:
@@ -315,7 +317,9 @@ class ParamSchedule:
             )
         # 2. The groups and the formula.
         self._spec = spec
-        self.target: GroupValue = GroupValue(optimizer, spec.name) if after is None else after.target
+        self.target: ScheduledGroupValue = (
+            ScheduledGroupValue(optimizer, spec.name) if after is None else after.target
+        )
         """Where it writes; shared by schedules that build on each other."""
         self._indices = self.target.indices(spec.groups)
         self._formula = spec.formula()
@@ -328,8 +332,10 @@ class ParamSchedule:
         # 3. Insert it into the chain of its value, before schedules that begin after its end, and write.
         self._chain: list[ParamSchedule] = [] if after is None else after._chain
         self._count, self._warm_count = spec.passed, 0
-        self._warm_up = Warmup(spec.name)
-        self.warmup_clock: WarmupClock | None = WarmupClock(self) if spec.has_own_warmup_clock else None
+        self._warm_up = ScheduleWarmup(spec.name)
+        self.warmup_clock: ScheduleWarmupClock | None = (
+            ScheduleWarmupClock(self) if spec.has_own_warmup_clock else None
+        )
         """Counts the steps of the warm-up of a schedule by epoch; None if it does not need one."""
         later = [at for at, one in enumerate(self._chain) if self._precedes(one)]
         self._chain.insert(later[0] if later else len(self._chain), self)
@@ -411,8 +417,8 @@ class ParamSchedule:
 
     def _read(self, state_dict: Mapping[str, Any]) -> tuple[int, int, list[float]]:
         try:
-            if is_of_mmengine(state_dict):
-                count, warm = count_in_mmengine(state_dict, self), 0
+            if is_mmengine_schedule_state(state_dict):
+                count, warm = mmengine_schedule_count(state_dict, self), 0
             else:
                 count, warm = int(state_dict["count"]), int(state_dict["warmup_count"])
             bases = [float(value) for value in state_dict["base_values"]]
@@ -474,11 +480,11 @@ class ParamSchedule:
         return mine.by == its.by and mine.end is not None and mine.end <= its.begin
 
 
-def is_of_mmengine(state_dict: Mapping[str, Any]) -> bool:
+def is_mmengine_schedule_state(state_dict: Mapping[str, Any]) -> bool:
     return {"_global_step", "param_name", "by_epoch"} <= set(state_dict)
 
 
-def count_in_mmengine(state_dict: Mapping[str, Any], schedule: Any) -> int:
+def mmengine_schedule_count(state_dict: Mapping[str, Any], schedule: Any) -> int:
     """Return the count in the state of mmengine's scheduler, in updates: it counts backward passes, or epochs."""
     name, by_epoch = state_dict["param_name"], state_dict["by_epoch"]
     if name != schedule.name or by_epoch is not (schedule.by != "step"):
@@ -492,7 +498,7 @@ def count_in_mmengine(state_dict: Mapping[str, Any], schedule: Any) -> int:
     return int(state_dict["_global_step"]) // int(passes)
 
 
-class Warmup:
+class ScheduleWarmup:
     """Multiplies a value by `warmup_factor`. Momentum is divided by it, up to a limit, and then it warns once."""
 
     def __init__(self, name: str) -> None:
@@ -515,7 +521,7 @@ class Warmup:
         return lifted
 
 
-class WarmupClock:
+class ScheduleWarmupClock:
     """Counts the steps of the warm-up of a schedule by epoch. Its state is empty: the schedule saves the count."""
 
     by = "step"

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.schedules.param_schedule import (
     BoundSchedule,
-    GroupValue,
-    count_in_mmengine,
-    is_of_mmengine,
+    ScheduledGroupValue,
+    is_mmengine_schedule_state,
+    mmengine_schedule_count,
     refuse_second_scheduler,
 )
 
@@ -50,7 +50,7 @@ class TorchSchedule:
     def step(self, *metric: float) -> None:
         """Advance it, with the metric if it needs one. Raises ConfigurationError if that is missing."""
         if self.by == "metric":
-            _check_metric(metric)
+            _check_schedule_metric(metric)
         # torch warns if it has not seen optimizer.step(), but a Trainer also updates through other methods.
         self.scheduler.optimizer._opt_called = True
         self.scheduler.step(*metric)
@@ -58,9 +58,9 @@ class TorchSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the plain part of the scheduler's state: numbers, text and collections; never code."""
         return {
-            key: _encode_state(value)
+            key: _encode_torch_schedule_state(value)
             for key, value in self.scheduler.state_dict().items()
-            if _is_json_value(value)
+            if _is_json_schedule_value(value)
         }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -78,7 +78,9 @@ class TorchSchedule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the scheduler. Raises as `check_state_dict`; nothing has changed then."""
         self.check_state_dict(state_dict)
-        self.scheduler.load_state_dict({key: _decode_state(value) for key, value in state_dict.items()})
+        self.scheduler.load_state_dict(
+            {key: _decode_torch_schedule_state(value) for key, value in state_dict.items()}
+        )
 
 
 class PlateauSchedule:
@@ -108,7 +110,7 @@ class PlateauSchedule:
         **options: Any,
     ) -> None:
         self.optimizer = optimizer
-        self.target = GroupValue(optimizer, name)
+        self.target = ScheduledGroupValue(optimizer, name)
         """What it lowers; shared with schedules of the same value."""
         self._indices = self.target.indices(groups)
         self._begin, self._end, self._count = begin, end, 0
@@ -123,7 +125,7 @@ class PlateauSchedule:
 
     def step(self, *metric: float) -> None:
         """Pass the next value of the metric. Raises ConfigurationError if it is missing."""
-        _check_metric(metric)
+        _check_schedule_metric(metric)
         self._count += 1
         if self._count < self._begin or (self._end is not None and self._count >= self._end):
             return
@@ -155,13 +157,13 @@ class PlateauSchedule:
 
     def _read(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         # mmengine's state lacks the factors. They are only needed where another schedule writes the value.
-        if is_of_mmengine(state_dict) and {*_PROGRESS[:3]} <= set(state_dict):
+        if is_mmengine_schedule_state(state_dict) and {*_PROGRESS[:3]} <= set(state_dict):
             if self.target.is_scheduled:
                 raise StateMismatchError(
                     f"mmengine does not save by how much its schedule by metric has lowered {self.name!r}, which "
                     "another schedule writes, too; resume without schedules, and set the present value"
                 )
-            count = count_in_mmengine(state_dict, self)
+            count = mmengine_schedule_count(state_dict, self)
             own = {"count": count, "last_epoch": count, "scales": [1.0] * len(state_dict["_last_value"])}
             state_dict = {**own, **{key: state_dict[key] for key in _PROGRESS[:3]}}
         if set(state_dict) != {"count", "scales", *_PROGRESS}:
@@ -176,7 +178,7 @@ class PlateauSchedule:
         self._scheduler.load_state_dict({key: state_dict[key] for key in _PROGRESS})
 
 
-def bound_by(one: Any, by: str) -> Any:
+def bind_torch_schedule(one: Any, by: str) -> Any:
     """Wrap a torch scheduler in a TorchSchedule. It is advanced per `by`, unless it has a `by_epoch` of its own.
 
     A BoundSchedule, or anything that is not a scheduler, is returned unchanged.
@@ -200,7 +202,7 @@ def is_torch_scheduler(one: object) -> bool:
     return all(p.default is not inspect.Parameter.empty or p.kind in variadic for p in needed)
 
 
-def _check_metric(metric: Sequence[float]) -> None:
+def _check_schedule_metric(metric: Sequence[float]) -> None:
     if not metric:
         raise ConfigurationError("this schedule needs a metric, such as the validation loss: step(metric)")
 
@@ -208,33 +210,40 @@ def _check_metric(metric: Sequence[float]) -> None:
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
-def _is_json_value(value: object) -> bool:
+def _is_json_schedule_value(value: object) -> bool:
     if isinstance(value, list | tuple):
-        return all(map(_is_json_value, value))
+        return all(map(_is_json_schedule_value, value))
     if isinstance(value, Mapping):
-        return all(_is_json_value(key) and _is_json_value(one) for key, one in value.items())
+        return all(
+            _is_json_schedule_value(key) and _is_json_schedule_value(one) for key, one in value.items()
+        )
     if isinstance(value, Tensor):
         return value.dim() == 0
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _encode_state(value: Any) -> Any:
+def _encode_torch_schedule_state(value: Any) -> Any:
     """Encode collections as lists for JSON, which has no tuples and no keys other than strings."""
     if isinstance(value, list):
-        return [_encode_state(one) for one in value]
+        return [_encode_torch_schedule_state(one) for one in value]
     if isinstance(value, tuple):
-        return {"tuple": [_encode_state(one) for one in value]}
+        return {"tuple": [_encode_torch_schedule_state(one) for one in value]}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[_encode_state(key), _encode_state(one)] for key, one in value.items()]}
+        return {
+            kind: [
+                [_encode_torch_schedule_state(key), _encode_torch_schedule_state(one)]
+                for key, one in value.items()
+            ]
+        }
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _decode_state(value: Any) -> Any:
+def _decode_torch_schedule_state(value: Any) -> Any:
     if isinstance(value, list):
-        return [_decode_state(one) for one in value]
+        return [_decode_torch_schedule_state(one) for one in value]
     if isinstance(value, Mapping):
         [(kind, items)] = value.items()
-        unpacked = [_decode_state(one) for one in items]
+        unpacked = [_decode_torch_schedule_state(one) for one in items]
         return _KINDS[kind](unpacked if kind == "tuple" else dict(unpacked))
     return value

@@ -22,8 +22,8 @@ _TEMPORARY = re.compile(r"\.states-[0-9a-f]{16}\.tmp")
 def replace_atomically(path: str) -> Iterator[BinaryIO]:
     """Yield a new file that atomically replaces the one at `path`. Blocks until it is on the disk."""
     folder = os.path.dirname(path) or "."
-    _remove_abandoned(folder)
-    temporary, file = _locked_file(folder)
+    _remove_abandoned_files(folder)
+    temporary, file = _open_locked_temporary_file(folder)
     with file:
         try:
             yield file
@@ -42,7 +42,7 @@ def replace_atomically(path: str) -> Iterator[BinaryIO]:
         os.close(handle)
 
 
-def _locked_file(folder: str) -> tuple[str, BinaryIO]:
+def _open_locked_temporary_file(folder: str) -> tuple[str, BinaryIO]:
     while True:
         temporary = os.path.join(folder, f".states-{secrets.token_hex(8)}.tmp")
         file = open(temporary, "xb")  # noqa: SIM115  (the caller closes it)
@@ -54,7 +54,7 @@ def _locked_file(folder: str) -> tuple[str, BinaryIO]:
         file.close()
 
 
-def _remove_abandoned(folder: str) -> None:
+def _remove_abandoned_files(folder: str) -> None:
     with suppress(OSError), os.scandir(folder) as entries:
         names = [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
         for name in names:

@@ -2,7 +2,7 @@
 
 Stores keep state by slice. `export_states` and `import_states` convert it to and from a dict for each parameter, in the
 form of torch's `state_dict`. `SavedStates` has that and everything else that a Trainer needs to resume; `pack` and
-`unpack` convert it to the contents of a safetensors file: tensors, and JSON with a checksum.
+`unpack_state_file` convert it to the contents of a safetensors file: tensors, and JSON with a checksum.
 
 Which entries an optimizer keeps is found by a trial update of zeros (`trial_state`), so optimizers of users need not
 declare them. State that does not fit is refused with a list of all differences before anything is changed.
@@ -31,9 +31,16 @@ from kvstore_server import check
 from kvstore_server.durable.tensor_file import write_tensors
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.base import MAX_COUNT
-from kvstore_server.optimizer.state import joined, spread
+from kvstore_server.optimizer.state import joined, spread_state
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
-from kvstore_server.optimizer.trees import clone_tree, decode, encode, flatten, is_composed, unflatten
+from kvstore_server.optimizer.trees import (
+    clone_tree,
+    decode_tree_entry,
+    encode_tree_entry,
+    flatten_trees,
+    is_composed_tensor,
+    unflatten_trees,
+)
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
@@ -81,17 +88,17 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
     nbytes = sum([tensor.nbytes for one in kept.values() for tensor in one.tensors.values()])
     with print_duration("putting optimizer states together", nbytes):
         for key in range(len(plan.specs)) if keys is None else keys:
-            parts = _segments_of(plan, kept, key)
+            parts = _state_segments_of_key(plan, kept, key)
             if parts and parts[0][0].steps[parts[0][1]]:
                 state: State = joined(parts, plan.specs[key].shape)
                 found[key] = {
-                    **unflatten(_by_row(plan, key, state)),
+                    **unflatten_trees(_state_by_row(plan, key, state)),
                     "step": torch.tensor(float(state["step"]), device="cpu"),
                 }
     return found
 
 
-def _by_row(plan: Plan, key: int, state: State, is_interleaved: bool = True) -> State:
+def _state_by_row(plan: Plan, key: int, state: State, is_interleaved: bool = True) -> State:
     """Reorder rows of state from interleaved slices to table order, or back. Leaves other entries as they are."""
     [deal] = plan.rows(key).round_robins
     if deal.is_plain:
@@ -129,14 +136,14 @@ def read_states(
             "optimizer"
         )
     # 2. Convert it to the form of a store.
-    states = {key: _copy_state(state) for key, state in given.items() if state and _is_updated(state)}
+    states = {key: _copy_state(state) for key, state in given.items() if state and _is_updated_state(state)}
     for key, state in states.items():
-        _name_own_count(state, given[key], options[key], plan.specs[key], optimizer)
+        _name_own_state_count(state, given[key], options[key], plan.specs[key], optimizer)
         if plan.specs[key].dtype not in _HALF:
             # The weights were in half precision when it was saved.
             state.pop("master", None)
     # 3. Compare it with what the optimizer keeps.
-    if problems := _state_problems(states, options, plan.specs, optimizer):
+    if problems := _state_format_problems(states, options, plan.specs, optimizer):
         raise StateMismatchError(
             f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}. Load the states of the "
             "same model and the same optimizer"
@@ -164,16 +171,16 @@ def import_states(
     of_scalars = {"master"}
     if optimizer.elementwise and any(not plan.specs[key].shape for key in states):
         # With a trial key of two elements, an entry per element has two.
-        trial = flatten(trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {})
+        trial = flatten_trees(trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {})
         of_scalars |= {n for n, value in trial.items() if isinstance(value, Tensor) and value.shape == (2,)}
     # 3. Distribute the entries of each key over its slices.
-    states = {key: flatten(state) for key, state in states.items()}
+    states = {key: flatten_trees(state) for key, state in states.items()}
     nbytes = sum(
         [one.nbytes for state in states.values() for one in state.values() if isinstance(one, Tensor)]
     )
     with print_duration("dividing optimizer states", nbytes):
         for key, given in states.items():
-            state = _by_row(plan, key, given, is_interleaved=False)
+            state = _state_by_row(plan, key, given, is_interleaved=False)
             are_numbers = not plan.specs[key].shape  # a 0-d parameter has 0-d entries per element
             entries = {
                 n: v.to(device)
@@ -184,13 +191,13 @@ def import_states(
             per_element = of_scalars
             if optimizer.elementwise and plan.specs[key].shape:
                 per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
-            spread(_segments_of(plan, kept, key), entries, per_element)
+            spread_state(_state_segments_of_key(plan, kept, key), entries, per_element)
     # 4. Store the slices.
     for index, state_of_slice in track_progress(list(kept.items()), "giving optimizer states"):
         holder.put_state(plan.slices[index], state_of_slice)
 
 
-def saved_problems(
+def saved_state_problems(
     saved: SavedStates, specs: Sequence[TensorSpec], optimizer: Optimizer, what: str, here: str
 ) -> Iterator[str]:
     """Yield how saved states differ from keys and an optimizer.
@@ -214,33 +221,33 @@ def saved_problems(
     common = {at: saved.parameters[spec.key] for at, spec in enumerate(specs) if spec.key in saved.parameters}
     states = {at: row.state for at, row in common.items() if row.state and row.shape == specs[at].shape}
     options = {at: saved.groups[row.group] for at, row in common.items()}
-    yield from _state_problems(states, options, specs, optimizer)
+    yield from _state_format_problems(states, options, specs, optimizer)
 
 
 def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and _is_count(value.get("step", 0))
+    return isinstance(value, Mapping) and _is_state_count(value.get("step", 0))
 
 
-def _is_count(value: Any) -> bool:
+def _is_state_count(value: Any) -> bool:
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return check.is_number(number) and 0 <= number <= MAX_COUNT // 2 and number == int(number)
 
 
-def _is_updated(state: Mapping[str, Any]) -> bool:
+def _is_updated_state(state: Mapping[str, Any]) -> bool:
     """Return whether state is more than initial. A master copy without updates only repeats the weights."""
     if "step" in state:
         return float(state["step"]) > 0
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    return not tensors or not all(map(_is_negative_zeros, tensors))
+    return not tensors or not all(map(_is_negative_zeros_state, tensors))
 
 
-def _is_negative_zeros(value: Tensor) -> bool:
+def _is_negative_zeros_state(value: Tensor) -> bool:
     """Return whether an entry is from an uncounted `initial_state`: all negative zeros, which no update produces."""
     flat = value.flatten()
     return all(bool((part.signbit() & (part == 0)).all()) for part in (flat[:1], flat))
 
 
-def _segments_of(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
+def _state_segments_of_key(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
     return [
         (kept[piece.index], at)
         for piece in plan.slices_with(key)
@@ -255,7 +262,7 @@ def _copy_state(state: Mapping[str, Any]) -> State:
     return {"step": torch.tensor(float(state.get("step", 1.0)), device="cpu"), **clone_tree(used)}
 
 
-def _name_own_count(
+def _name_own_state_count(
     state: State, given: Mapping[str, Any], options: Mapping[str, Any], spec: TensorSpec, optimizer: Optimizer
 ) -> None:
     """Store the count of a user's torch class under a separate name, because 'step' may exist only in this form."""
@@ -288,11 +295,11 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
     except Exception:
         # A user's optimizer may refuse zeros. Then its entries are not checked.
         return None
-    state = flatten(state)
+    state = flatten_trees(state)
     for name, value in state.items() if optimizer.elementwise else ():
         if isinstance(value, Tensor) and value.shape == (2,):
             state[name] = value[0].expand(spec.shape)  # takes no memory
-    state = unflatten(state)
+    state = unflatten_trees(state)
     return {name: value for name, value in state.items() if value is not None}
 
 
@@ -300,15 +307,15 @@ def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: Tensor
     """Return entries with a step count of 0 to load into; negative zeros mark them if torch's class keeps no count."""
     is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
     state: State = {"step": torch.tensor(0.0, device="cpu")}
-    for name, value in flatten(trial_state(optimizer, options, spec) or {}).items():
+    for name, value in flatten_trees(trial_state(optimizer, options, spec) or {}).items():
         state[name] = value
         if isinstance(value, Tensor):
             state[name] = value.detach().clone(memory_format=torch.contiguous_format)
             state[name] = state[name] if is_counted else state[name].fill_(-0.0)
-    return unflatten(state)
+    return unflatten_trees(state)
 
 
-def _state_problems(
+def _state_format_problems(
     states: Mapping[int, State],
     options: Mapping[int, Mapping[str, Any]],
     specs: Sequence[TensorSpec],
@@ -332,13 +339,13 @@ def _state_problems(
         trial = trial_state(optimizer, options[key], spec)
         expected = None
         if trial is not None:
-            expected = {n: _shape_of(v) for n, v in trial.items()}
-        for problem in _entry_problems(state, expected, spec, optimizer):
+            expected = {n: _state_entry_shape(v) for n, v in trial.items()}
+        for problem in _state_entry_problems(state, expected, spec, optimizer):
             found.setdefault(problem, []).append(repr(spec.key))
     return [problem.replace("PARAMETERS", ", ".join(names)) for problem, names in found.items()]
 
 
-def _entry_problems(
+def _state_entry_problems(
     state: State,
     expected: Mapping[str, tuple[int, ...] | None] | None,
     spec: TensorSpec,
@@ -351,19 +358,19 @@ def _entry_problems(
         for name in sorted(state.keys() - expected.keys() - _OPTIONAL - {OWN_COUNT}):
             yield f"state {name!r} of PARAMETERS is not one that {optimizer.registered_name} keeps"
     known = {**(expected or {}), "master": spec.shape, "step": ()}
-    for name, value in flatten(state).items():
+    for name, value in flatten_trees(state).items():
         is_tensor = isinstance(value, Tensor)
-        if name == "step" and not _is_count(value):
+        if name == "step" and not _is_state_count(value):
             yield f"state 'step' of PARAMETERS is no count of updates, but {value!r:.80}"
             continue
         wanted = known.get(name, spec.shape if is_tensor and value.dim() and optimizer.elementwise else None)
-        got = _shape_of(value)
+        got = _state_entry_shape(value)
         if wanted is not None and got is not None and got != wanted:
             fits = "the parameter has" if wanted == spec.shape else f"the parameter has {shape} and the entry"
             yield f"state {name!r} of PARAMETERS has shape {list(got)}, {fits} {list(wanted)}"
 
 
-def _shape_of(value: Any) -> tuple[int, ...] | None:
+def _state_entry_shape(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return () if isinstance(value, int | float) else None
@@ -399,14 +406,14 @@ class SavedStates:
     """Tensors of other parts, by part and by name, such as a parameter's."""
 
 
-def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
+def pack_state_file(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file.
 
     Raises:
         StateFileError: A value is neither a tensor nor plain.
     """
     tensors = {
-        _tensor_name(_EXTRA, section, name): tensor
+        _state_tensor_name(_EXTRA, section, name): tensor
         for section, members in saved.tensors.items()
         for name, tensor in members.items()
     }
@@ -414,18 +421,18 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
     rows = []
     for name, parameter in saved.parameters.items():
         row = {"name": name, **vars(parameter)}
-        entries = flatten(row.pop("state"))
+        entries = flatten_trees(row.pop("state"))
         found = {entry: value for entry, value in entries.items() if isinstance(value, Tensor)}
-        for entry in [entry for entry, value in found.items() if is_composed(value)]:
+        for entry in [entry for entry, value in found.items() if is_composed_tensor(value)]:
             kind = type(found[entry]).__name__
             raise StateFileError(
                 f"the state {entry!r} of {name!r} cannot be saved, because it is of class {kind}, which is made of "
                 "several tensors; torch.save can save what state_dict() of the Trainer returns"
             )
-        tensors |= {_tensor_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
+        tensors |= {_state_tensor_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
         others = {entry: value for entry, value in entries.items() if entry not in found}
         rows.append(
-            {**row, "numbers": {entry: encode_entry(name, entry, one) for entry, one in others.items()}}
+            {**row, "numbers": {entry: encode_state_entry(name, entry, one) for entry, one in others.items()}}
         )
     # 2. Everything else becomes JSON.
     content = {**vars(saved), "parameters": rows}
@@ -437,14 +444,14 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"the states hold a value that is neither a tensor nor plain: {error}"
         ) from error
     # 3. The checksum covers both.
-    tensors = {name: _storable_tensor(tensor) for name, tensor in tensors.items()}
-    check = checksum(tensors, text)
+    tensors = {name: _storable_state_tensor(tensor) for name, tensor in tensors.items()}
+    check = checksum_of_state_file(tensors, text)
     return tensors, {"format": FORMAT, "version": VERSION, "content": text, "checksum": check}
 
 
-def encode_entry(owner: str, entry: str, value: Any) -> Any:
+def encode_state_entry(owner: str, entry: str, value: Any) -> Any:
     try:
-        return encode(value)
+        return encode_tree_entry(value)
     except TypeError as error:
         raise StateFileError(
             f"the state {entry!r} of {owner!r} cannot be saved, because {error}; keep tensors, plain values, and "
@@ -452,7 +459,7 @@ def encode_entry(owner: str, entry: str, value: Any) -> Any:
         ) from error
 
 
-def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
+def checksum_of_state_file(tensors: Mapping[str, Tensor], text: str) -> str:
     """Return a CRC-32 over the text and every tensor with its name, dtype and shape. Also used by other files."""
     value = zlib.crc32(text.encode())
     for name, tensor in sorted(tensors.items()):
@@ -462,7 +469,7 @@ def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
     return f"{value:08x}"
 
 
-def check_metadata(metadata: Mapping[str, str]) -> None:
+def check_state_file_metadata(metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
         raise StateFileError("it is a safetensors file, but of something else: save_states did not write it")
     if metadata.get("version") != VERSION:
@@ -472,15 +479,15 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
         )
 
 
-def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedStates:
+def unpack_state_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedStates:
     """Restore what `pack` returned.
 
     Raises:
         StateFileError: It is something else, written by a newer release, or damaged.
     """
-    check_metadata(metadata)
+    check_state_file_metadata(metadata)
     text = metadata.get("content", "")
-    if metadata.get("checksum") != checksum(tensors, text):
+    if metadata.get("checksum") != checksum_of_state_file(tensors, text):
         raise StateFileError(
             "its contents do not have the checksum that was saved with them, so it was damaged since"
         )
@@ -492,7 +499,10 @@ def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedS
 
 def _decode_saved_states(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
     parameters = {
-        row["name"]: {**row, "state": {name: decode(value) for name, value in row["numbers"].items()}}
+        row["name"]: {
+            **row,
+            "state": {name: decode_tree_entry(value) for name, value in row["numbers"].items()},
+        }
         for row in content["parameters"]
     }
     sections: dict[str, dict[str, Tensor]] = {}
@@ -501,7 +511,7 @@ def _decode_saved_states(tensors: Mapping[str, Tensor], content: Any) -> SavedSt
         members = parameters[owner]["state"] if kind == _STATE else sections.setdefault(owner, {})
         members[name] = tensor
     for parameter in parameters.values():
-        parameter["state"] = unflatten(parameter["state"])
+        parameter["state"] = unflatten_trees(parameter["state"])
     return build_saved_states({**content, "parameters": parameters, "tensors": sections})
 
 
@@ -515,7 +525,9 @@ def build_saved_states(content: Mapping[str, Any]) -> SavedStates:
     }
     optimizer = dict(content["optimizer"])
     # JSON has no tuples, but options such as `betas` are tuples.
-    groups = [{name: _lists_to_tuples(value) for name, value in group.items()} for group in content["groups"]]
+    groups = [
+        {name: _state_lists_to_tuples(value) for name, value in group.items()} for group in content["groups"]
+    ]
     if not isinstance(optimizer["name"], str):
         raise ValueError(f"the optimizer is called {optimizer['name']!r}")
     for name, parameter in parameters.items():
@@ -527,18 +539,18 @@ def build_saved_states(content: Mapping[str, Any]) -> SavedStates:
     )
 
 
-def _tensor_name(*parts: str) -> str:
+def _state_tensor_name(*parts: str) -> str:
     return "/".join(quote(part, safe=" ") for part in parts)
 
 
-def _storable_tensor(tensor: Tensor) -> Tensor:
+def _storable_state_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
     # Parameters may share scalars, but a file must not contain shared memory.
     return tensor.clone() if tensor.dim() == 0 else tensor
 
 
-def _lists_to_tuples(value: Any) -> Any:
-    return tuple(map(_lists_to_tuples, value)) if isinstance(value, list) else value
+def _state_lists_to_tuples(value: Any) -> Any:
+    return tuple(map(_state_lists_to_tuples, value)) if isinstance(value, list) else value
 
 
 def write_state_file(fname: Path, saved: SavedStates) -> None:
@@ -551,7 +563,7 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
         StateFileError: It cannot be written (missing directory, no permission, disk full). The former file is
             unchanged and no temporary file is left.
     """
-    tensors, metadata = pack(saved)
+    tensors, metadata = pack_state_file(saved)
     path = os.path.realpath(fname)
     folder = os.path.dirname(path)
     what = f"cannot save states to {os.fspath(fname)!r}"
@@ -561,7 +573,7 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
         raise file_error(
             StateFileError, f"{what}: there is no directory {folder!r}; create it first", errno.ENOENT, fname
         )
-    _refuse_directory(what, fname)
+    _refuse_directory_as_state_file(what, fname)
     if os.path.exists(path) and not os.path.isfile(path):
         raise StateFileError(f"{what}: that is a device, a pipe or a socket; give the name of a file")
     try:
@@ -580,31 +592,31 @@ def read_state_file(fname: Path) -> SavedStates:
         StateFileError: It is missing, unreadable, truncated, damaged or of another kind. The message says which.
     """
     what = f"cannot load states from {os.fspath(fname)!r}"
-    _refuse_directory(what, fname)
+    _refuse_directory_as_state_file(what, fname)
     try:
         with open(fname, "rb") as file:
             head = file.read(16)
             size = os.fstat(file.fileno()).st_size
         with print_duration(f"reading {os.fspath(fname)}", size), safe_open(fname, framework="pt") as opened:
             metadata = opened.metadata() or {}
-            check_metadata(metadata)
+            check_state_file_metadata(metadata)
             names = list(opened.keys())
-            return unpack({name: opened.get_tensor(name) for name in names}, metadata)
+            return unpack_state_file({name: opened.get_tensor(name) for name in names}, metadata)
     except SafetensorError as error:
-        raise StateFileError(f"{what}: {_describe_damage(head, size)} ({error})") from error
+        raise StateFileError(f"{what}: {_describe_state_file_damage(head, size)} ({error})") from error
     except StateFileError as error:
         raise StateFileError(f"{what}: {error}") from error
     except OSError as error:
         raise file_error(StateFileError, f"{what}: {error.strerror or error}", error, fname) from error
 
 
-def _refuse_directory(what: str, fname: Path) -> None:
+def _refuse_directory_as_state_file(what: str, fname: Path) -> None:
     if os.path.isdir(fname):
         text = f"{what}: that is a directory; give the name of a file"
         raise file_error(StateFileError, text, errno.EISDIR, fname)
 
 
-def _describe_damage(head: bytes, size: int) -> str:
+def _describe_state_file_damage(head: bytes, size: int) -> str:
     if not size:
         return "it is empty"
     for sign, kind in _SIGNS:

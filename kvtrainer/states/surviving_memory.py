@@ -80,7 +80,7 @@ class SurvivingMemory:
             raise
         self._map: mmap.mmap | None = None
         self._data: Tensor | None = None
-        self.sections = [Versions(self, at) for at in range(SECTIONS)]
+        self.sections = [SurvivingVersions(self, at) for at in range(SECTIONS)]
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
@@ -155,8 +155,8 @@ class SurvivingMemory:
         former, size = slot[_OFFSET : _CAPACITY + 1].tolist()
         if size > 0:
             self.bytes_of(slot)  # maps it
-        offset = _aligned(os.fstat(self._fd).st_size, mmap.PAGESIZE)
-        nbytes = _aligned(nbytes, mmap.PAGESIZE)
+        offset = _aligned_in_surviving_memory(os.fstat(self._fd).st_size, mmap.PAGESIZE)
+        nbytes = _aligned_in_surviving_memory(nbytes, mmap.PAGESIZE)
         with self._naming_errors():
             os.posix_fallocate(self._fd, offset, nbytes)
         slot[_OFFSET], slot[_CAPACITY] = offset, nbytes
@@ -174,7 +174,7 @@ class SurvivingMemory:
             self._fd = -1
 
 
-class Versions:
+class SurvivingVersions:
     """One section of the memory: what holds before a round, and what holds after it."""
 
     def __init__(self, memory: SurvivingMemory, section: int) -> None:
@@ -237,7 +237,11 @@ class Versions:
         ]
         summary = pack_control([forms, extra])
         sizes = [one.numel() * one.element_size() for one in flats.values()]
-        places = list(itertools.accumulate(map(_aligned, sizes), initial=_aligned(len(summary))))
+        places = list(
+            itertools.accumulate(
+                map(_aligned_in_surviving_memory, sizes), initial=_aligned_in_surviving_memory(len(summary))
+            )
+        )
         if slot[_CAPACITY] < places[-1]:
             self._memory.make_room(slot, places[-1])
         # 2. Copy it, and mark it at last.
@@ -253,14 +257,14 @@ class Versions:
     def _read(self, slot: np.ndarray) -> Version:
         raw = self._memory.bytes_of(slot)
         forms, extra = unpack_control(raw[: int(slot[_SUMMARY])].numpy().tobytes())
-        place, found = _aligned(int(slot[_SUMMARY])), dict[str, Tensor]()
+        place, found = _aligned_in_surviving_memory(int(slot[_SUMMARY])), dict[str, Tensor]()
         for name, dtype, shape in forms:
             kind = torch_dtype(dtype)
             size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
             found[name] = raw[place : place + size].clone().view(kind).reshape(shape)
-            place += _aligned(size)
+            place += _aligned_in_surviving_memory(size)
         return Version(int(slot[_MARK]), found, extra)
 
 
-def _aligned(nbytes: int, to: int = _ALIGN) -> int:
+def _aligned_in_surviving_memory(nbytes: int, to: int = _ALIGN) -> int:
     return -(-nbytes // to) * to

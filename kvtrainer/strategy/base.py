@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
-from kvtrainer.common.registries import MODELS
+from kvtrainer.common.registry_class import MODELS
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.config import check_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, file_error
@@ -37,7 +37,7 @@ from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.schedules.config import build_param_schedules, schedules_by_optimizer
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy import environment, parts
-from kvtrainer.strategy.checkpoint import find_last, pair_schedules
+from kvtrainer.strategy.checkpoint import find_last_checkpoint, pair_checkpoint_schedules
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, LoadReport, ReviseKeys
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.trainer.trainer_dict import TrainerDict
@@ -461,7 +461,7 @@ class BaseStrategy(ABC):
     def _scheduled(self, state_dict: Any) -> list[tuple[Any, Mapping[str, Any]]]:
         self._trainer()
         schedules = {name: list(one.schedules) for name, one in self._trainers.items()}
-        rows = pair_schedules(schedules.get("", schedules), state_dict)
+        rows = pair_checkpoint_schedules(schedules.get("", schedules), state_dict)
         for schedule, state in rows:
             schedule.check_state_dict(state)
         return rows
@@ -520,7 +520,7 @@ class BaseStrategy(ABC):
         if resume:
             latest = None
             with self._agreement.all_or_none("find the latest checkpoint"):
-                latest = find_last(self._work_dir) if self.rank == 0 else None
+                latest = find_last_checkpoint(self._work_dir) if self.rank == 0 else None
             latest = self._agreement.broadcast((latest or "").encode()).decode()
             source = load_from or latest
             if not source:

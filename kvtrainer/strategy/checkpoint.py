@@ -7,9 +7,9 @@ it can be read with `weights_only=True`: nothing in it is run as code.
 - Writing is atomic (`replace_atomically`): readers see the old file or the new one, and a crash leaves the old one.
 - A checksum over tensors, values and structure is stored in 'meta' and verified on reading. For files of other
   programs, or of old versions, the zip archive's CRC of each record is verified instead.
-- Loading has two phases: `fit_states` and `pair_schedules` check that everything fits, and return what to call. Only
-  then is anything changed, so a checkpoint that does not fit changes nothing, on any worker.
-- `pack_tree` and `unpack_tree` use the same restricted format for messages between workers.
+- Loading has two phases: `fit_checkpoint_states` and `pair_checkpoint_schedules` check that everything fits, and return
+  what to call. Only then is anything changed, so a checkpoint that does not fit changes nothing, on any worker.
+- `pack_checkpoint_tree` and `unpack_checkpoint_tree` use the same restricted format for messages between workers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from kvtrainer.errors import (
     StateMismatchError,
     file_error,
 )
-from kvtrainer.options.loss_scaler import check_scaler_state
+from kvtrainer.options.loss_scaler import check_loss_scaler_state
 from kvtrainer.states.atomic_file import replace_atomically
-from kvtrainer.states.format import build_saved_states, checksum
+from kvtrainer.states.format import build_saved_states, checksum_of_state_file
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.trainer.trainer_dict import check_names
@@ -82,7 +82,7 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
     """
     # 1. Read the file. Damaged files make torch.load raise many kinds of errors.
     where: Any = current_device() if map_location == "default" else map_location
-    path = _local_path(filename)
+    path = _local_checkpoint_path(filename)
     try:
         found = torch.load(path, map_location=where, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -98,19 +98,19 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
     if not isinstance(found, Mapping):
         raise StateFileError(f"cannot load {filename!r}: it holds a {type(found).__name__}, no checkpoint")
     content = dict(found)
-    if not _has_its_checksum(content, filename):
-        _check_records(path, content, filename)
-    return _with_weights(content, filename)
+    if not _has_checkpoint_checksum(content, filename):
+        _check_checkpoint_records(path, content, filename)
+    return _checkpoint_with_weights(content, filename)
 
 
-def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
+def _has_checkpoint_checksum(content: dict[str, Any], filename: str) -> bool:
     """Verify the checksum and remove it from meta. Return False if it is missing; raises if it is wrong."""
     meta = content.get(META)
     if not isinstance(meta, Mapping) or not {_FORMAT, _CHECKSUM} & set(meta):
         return False
     content[META] = rest = {name: value for name, value in meta.items() if name != _CHECKSUM}
     try:
-        fits = meta.get(_CHECKSUM) == tree_checksum(content)
+        fits = meta.get(_CHECKSUM) == checkpoint_checksum(content)
     except (TypeError, ValueError, RuntimeError, RecursionError):  # values that we never write
         fits = False
     if not fits:
@@ -122,7 +122,7 @@ def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
     return True
 
 
-def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None:
+def _check_checkpoint_records(path: str, content: Mapping[str, Any], filename: str) -> None:
     """Verify the CRC of each record, which torch.load does not. Raises StateFileError."""
     is_noted, damaged = False, None
     try:
@@ -146,8 +146,8 @@ def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
-    """Write plain values, as returned by `plain_copy`, to a file, replacing it atomically. Blocks until it is on the
-    disk.
+    """Write plain values, as returned by `plain_checkpoint_copy`, to a file, replacing it atomically. Blocks until it
+    is on the disk.
 
     Missing folders are created. A checksum is added to the meta. Raises StateFileError, after which an existing file is
     unchanged.
@@ -155,8 +155,8 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
     path = os.path.realpath(checkpoint_path(filename))
     meta = check.mapping("the 'meta' of a checkpoint", checkpoint.get(META, {}))
     content = {**checkpoint, META: {**meta, _FORMAT: _WITH_CHECKSUM}}
-    content[META][_CHECKSUM] = tree_checksum(content)
-    with _name_file_in_errors(
+    content[META][_CHECKSUM] = checkpoint_checksum(content)
+    with _name_checkpoint_in_errors(
         f"save a checkpoint to {filename!r}, and what was there before is unchanged", filename
     ):
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -165,27 +165,27 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
 
 
 @contextmanager
-def _name_file_in_errors(what: str, filename: str) -> Iterator[None]:
+def _name_checkpoint_in_errors(what: str, filename: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         raise file_error(StateFileError, f"cannot {what}: {error}", error, filename) from error
 
 
-def record_last(work_dir: str, filename: str) -> None:
+def record_last_checkpoint(work_dir: str, filename: str) -> None:
     """Record in the work directory that this checkpoint is the latest. Raises StateFileError."""
     path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(checkpoint_path(filename))
     with (
-        _name_file_in_errors(f"note the latest checkpoint in {path!r}", path),
+        _name_checkpoint_in_errors(f"note the latest checkpoint in {path!r}", path),
         replace_atomically(path) as file,
     ):
         file.write(noted.encode())
 
 
-def find_last(work_dir: str) -> str | None:
+def find_last_checkpoint(work_dir: str) -> str | None:
     """Return the latest checkpoint of a work directory, even if that was moved since; None before the first one."""
     path = os.path.join(work_dir, LAST)
-    with _name_file_in_errors(f"read in {path!r} which checkpoint is the latest", path):
+    with _name_checkpoint_in_errors(f"read in {path!r} which checkpoint is the latest", path):
         try:
             with open(path, encoding="utf-8") as file:
                 noted = file.read().strip()
@@ -201,13 +201,13 @@ def find_last(work_dir: str) -> str | None:
 
 def checkpoint_path(filename: str) -> str:
     """Return the local path at which a checkpoint is written. Raises ConfigurationError for other addresses."""
-    scheme, path = _split_address(filename)
+    scheme, path = _split_checkpoint_address(filename)
     if scheme not in ("", "file"):
         raise ConfigurationError(f"checkpoints are written to files, not to {filename!r}; give a path")
     return path
 
 
-def _split_address(filename: str) -> tuple[str, str]:
+def _split_checkpoint_address(filename: str) -> tuple[str, str]:
     """Return the scheme of an address ('' for a path), and the rest."""
     if not isinstance(filename, str | os.PathLike):
         raise ConfigurationError(f"the name of a checkpoint must be a path, got {filename!r:.80}")
@@ -215,8 +215,8 @@ def _split_address(filename: str) -> tuple[str, str]:
     return (scheme, rest) if mark else ("", scheme)
 
 
-def _local_path(filename: str) -> str:
-    scheme, path = _split_address(filename)
+def _local_checkpoint_path(filename: str) -> str:
+    scheme, path = _split_checkpoint_address(filename)
     if scheme in ("", "file"):
         return path
     if scheme != "https":
@@ -227,13 +227,13 @@ def _local_path(filename: str) -> str:
     mark = hashlib.sha256(filename.encode()).hexdigest()[:16]
     path = os.path.join(torch.hub.get_dir(), "checkpoints", f"{mark}-{base}")
     if not os.path.exists(path):
-        with _name_file_in_errors(f"download {filename!r}", filename):
+        with _name_checkpoint_in_errors(f"download {filename!r}", filename):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             torch.hub.download_url_to_file(filename, path, progress=False)
     return path
 
 
-def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
+def _checkpoint_with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
     if isinstance(found.get(WEIGHTS), Mapping):
         return found
     if found and all(isinstance(value, Tensor) for value in found.values()):
@@ -244,7 +244,7 @@ def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
     )
 
 
-def require_part(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
+def require_checkpoint_part(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
     """Return a part of a checkpoint. Raises CheckpointKeyError, with the parts that exist."""
     if part not in checkpoint:
         there = ", ".join(map(repr, checkpoint))
@@ -252,7 +252,7 @@ def require_part(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any
     return checkpoint[part]
 
 
-def plain_copy(value: Any, where: str) -> Any:
+def plain_checkpoint_copy(value: Any, where: str) -> Any:
     """Copy into plain dicts, lists, tuples and CPU tensors, which `torch.load(weights_only=True)` can read.
 
     Raises ConfigurationError for anything else; `where` is the value's name in the message.
@@ -269,10 +269,10 @@ def plain_copy(value: Any, where: str) -> Any:
         for key in value:
             if type(key) not in _PLAIN:
                 raise ConfigurationError(f"{where} has the key {key!r:.80}, neither a number nor text")
-        copied = {key: plain_copy(one, f"{where}[{key!r}]") for key, one in value.items()}
+        copied = {key: plain_checkpoint_copy(one, f"{where}[{key!r}]") for key, one in value.items()}
         return OrderedDict(copied) if type(value) is OrderedDict else copied
     if isinstance(value, list | tuple):
-        made = [plain_copy(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        made = [plain_checkpoint_copy(one, f"{where}[{at}]") for at, one in enumerate(value)]
         return tuple(made) if type(value) is tuple else made
     raise ConfigurationError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; save "
@@ -280,12 +280,12 @@ def plain_copy(value: Any, where: str) -> Any:
     )
 
 
-def tree_checksum(value: Any) -> str:
-    """Return the checksum of a `plain_copy`, of tensors, values and structure. Raises for anything else."""
-    return checksum(*_flatten_tree(value))
+def checkpoint_checksum(value: Any) -> str:
+    """Return the checksum of a `plain_checkpoint_copy`, of tensors, values and structure. Raises for anything else."""
+    return checksum_of_state_file(*_flatten_checkpoint(value))
 
 
-def _flatten_tree(value: Any) -> tuple[dict[str, Tensor], str]:
+def _flatten_checkpoint(value: Any) -> tuple[dict[str, Tensor], str]:
     tensors: dict[str, Tensor] = {}
 
     def walk(one: Any) -> Any:
@@ -303,31 +303,34 @@ def _flatten_tree(value: Any) -> tuple[dict[str, Tensor], str]:
     return tensors, text
 
 
-def pack_tree(value: Any) -> bytes:
-    """Encode plain values and tensors for another worker; `unpack_tree` returns a `plain_copy` of them."""
+def pack_checkpoint_tree(value: Any) -> bytes:
+    """Encode plain values and tensors for another worker.
+
+    `unpack_checkpoint_tree` returns a `plain_checkpoint_copy` of them.
+    """
     packed = io.BytesIO()
-    torch.save(_copy_tensors(plain_copy(value, "what a worker tells")), packed)
+    torch.save(_copy_checkpoint_tensors(plain_checkpoint_copy(value, "what a worker tells")), packed)
     return packed.getvalue()
 
 
-def _copy_tensors(value: Any) -> Any:
-    """Copy the tensors of a `plain_copy`, because torch.save writes the whole storage of a view."""
+def _copy_checkpoint_tensors(value: Any) -> Any:
+    """Copy the tensors of a `plain_checkpoint_copy`, because torch.save writes the whole storage of a view."""
     return map_tree(lambda one: one.contiguous().clone() if isinstance(one, Tensor) else one, value)
 
 
-def unpack_tree(data: bytes) -> Any:
-    """Decode the result of `pack_tree`; nothing in it is run as code."""
+def unpack_checkpoint_tree(data: bytes) -> Any:
+    """Decode the result of `pack_checkpoint_tree`; nothing in it is run as code."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-def own_states(trainer: Trainer) -> dict[str, Any]:
+def own_checkpoint_states(trainer: Trainer) -> dict[str, Any]:
     """Return the part of a Trainer's states that only this worker has, without schedules."""
     mine = trainer.export_own_states()
     extra = {name: value for name, value in mine.extra.items() if name != _SCHEDULES}
     return {"extra": extra, "tensors": mine.tensors}
 
 
-def common_states(trainer: Trainer) -> dict[str, Any]:
+def common_checkpoint_states(trainer: Trainer) -> dict[str, Any]:
     """Return the part of a Trainer's states that all workers share. Blocks while a store is asked."""
     saved, mine = trainer.export_saved_states(), trainer.export_own_states()
     rest = {
@@ -343,11 +346,14 @@ def common_states(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
+def fit_checkpoint_states(
+    trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]
+) -> Callable[[], None]:
     """Check that states can be loaded into a Trainer. Return a function that loads them.
 
-    `common` and `own` are those of `common_states` and `own_states`; `common` may also be the state_dict of a torch
-    optimizer of the same kind, or of mmengine's wrapper of one. Raises StateMismatchError, with what differs.
+    `common` and `own` are those of `common_checkpoint_states` and `own_checkpoint_states`; `common` may also be the
+    state_dict of a torch optimizer of the same kind, or of mmengine's wrapper of one. Raises StateMismatchError, with
+    what differs.
     """
     # The state_dict of a torch optimizer.
     if "param_groups" in common and "state" in common:
@@ -355,7 +361,7 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
         scale = given.pop(_SCALER, None)  # saved by mmengine's AmpOptimWrapper
         trainer.check_state_dict(given)
         if scale and scaler is not None:
-            check_scaler_state(scaler, scale)
+            check_loss_scaler_state(scaler, scale)
 
         def take_over() -> None:
             trainer.load_state_dict(given)
@@ -364,14 +370,14 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
 
         return take_over
     # Our own format: what is common, and what this rank has alone.
-    with refuse_unreadable("the state of an optimizer"):
+    with refuse_unreadable_checkpoint("the state of an optimizer"):
         both = {part: {**common.get(part, {}), **own.get(part, {})} for part in ("extra", "tensors")}
         saved = build_saved_states({**common, **both})
         trainer.check_saved_states(saved)
     return lambda: trainer.adopt_saved_states(saved)
 
 
-def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, Any]]]:
+def pair_checkpoint_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, Any]]]:
     """Pair schedules with their states; both are lists, or dicts of lists by the names of several optimizers."""
     wanted: Any = Mapping if isinstance(schedules, Mapping) else list | tuple
     if not isinstance(states, wanted):
@@ -389,7 +395,7 @@ def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, 
 
 
 @contextmanager
-def refuse_unreadable(what: str) -> Iterator[None]:
+def refuse_unreadable_checkpoint(what: str) -> Iterator[None]:
     """Run a block that reads a part of a checkpoint; unexpected contents raise StateMismatchError."""
     try:
         yield

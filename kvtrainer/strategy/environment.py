@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from kvstore_server import __version__, check
-from kvtrainer.common.env import NUM_WORKERS, RANK, SOURCES, local_rank, read_place
+from kvtrainer.common.env import NUM_WORKERS, RANK, SOURCES, local_rank_from_env, read_place_from_env
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def set_multi_processing(
 def choose_cuda_device(environ: Mapping[str, str]) -> None:
     """Select the CUDA device with this process's local rank, if there is CUDA."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank(environ) % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank_from_env(environ) % torch.cuda.device_count())
 
 
 def current_device() -> torch.device:
@@ -115,7 +115,7 @@ def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     options = {"backend": backend, **options}
     if "store" not in options:
-        rank, count = read_place(environ, options.get("rank"), options.get("world_size"))
+        rank, count = read_place_from_env(environ, options.get("rank"), options.get("world_size"))
         options = {**options, "rank": rank, "world_size": count}
     # 2. The address of rank 0.
     if not options.keys() & {"store", "init_method"}:
@@ -138,7 +138,7 @@ def processes_of_job(environ: Mapping[str, str]) -> int:
     texts = [environ.get(source.count, "").strip() for source in SOURCES if source.count]
     if not any(text.isdecimal() and int(text) > 1 for text in texts):
         return 1
-    return read_place(environ, None, None)[1]
+    return read_place_from_env(environ, None, None)[1]
 
 
 def describe_system() -> dict[str, Any]:
@@ -163,10 +163,10 @@ def describe_system() -> dict[str, Any]:
         found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
         nvcc = shutil.which("nvcc")
         home = os.environ.get("CUDA_HOME") or (os.path.dirname(os.path.dirname(nvcc)) if nvcc else None)
-        found |= {"CUDA_HOME": home, "NVCC": _version_of(nvcc or f"{home}/bin/nvcc", "release")}
+        found |= {"CUDA_HOME": home, "NVCC": _version_of_program(nvcc or f"{home}/bin/nvcc", "release")}
     # 3. Compilers and libraries.
     found |= {
-        "GCC": _version_of((sysconfig.get_config_var("CC") or "gcc").split()[0]),
+        "GCC": _version_of_program((sysconfig.get_config_var("CC") or "gcc").split()[0]),
         "PyTorch": torch.__version__,
         "PyTorch compiling details": torch.__config__.show(),
         "NumPy": np.__version__,
@@ -181,7 +181,7 @@ def describe_system() -> dict[str, Any]:
     return found
 
 
-def _version_of(program: str, word: str = "") -> str:
+def _version_of_program(program: str, word: str = "") -> str:
     with suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=True)
         return next((line.strip() for line in asked.stdout.splitlines() if word in line), "n/a")

@@ -25,7 +25,7 @@ from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.options import paramwise
 from kvtrainer.parallel import DataParallel
-from kvtrainer.strategy.checkpoint import pack_tree, unpack_tree
+from kvtrainer.strategy.checkpoint import pack_checkpoint_tree, unpack_checkpoint_tree
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.trainer.trainer_dict import TrainerDict
 
@@ -83,18 +83,19 @@ def load_weights(
     inner = innermost_module(model)
     own = inner.state_dict()
     if revise_keys is WITHOUT_WRAPPER:
-        called = dict(zip(_rename_keys(own, _WITHOUT_COMPILED), own, strict=True))
-        state_dict = _rename_keys(state_dict, _WITHOUT_COMPILED)
+        called = dict(zip(_rename_weight_keys(own, _WITHOUT_COMPILED), own, strict=True))
+        state_dict = _rename_weight_keys(state_dict, _WITHOUT_COMPILED)
         as_they_are = sum([name in called for name in state_dict])
         without = sum([str(name).removeprefix("module.") in called for name in state_dict])
         is_bare = 0 < as_they_are >= without
-        given = _rename_keys(state_dict, () if is_bare else revise_keys)
+        given = _rename_weight_keys(state_dict, () if is_bare else revise_keys)
         given = {called.get(name, name): value for name, value in given.items()}
     else:
-        given = _rename_keys(state_dict, revise_keys)
+        given = _rename_weight_keys(state_dict, revise_keys)
     # 2. Compare shapes. A lazy parameter takes any shape.
     mismatched = {
-        name: f"{name} ({_describe_shape(value)} in the checkpoint, {_describe_shape(own[name])} in the model)"
+        name: f"{name} ({_describe_weight_shape(value)} in the checkpoint, "
+        f"{_describe_weight_shape(own[name])} in the model)"
         for name, value in given.items()
         if isinstance(own.get(name), Tensor)
         and not (
@@ -123,13 +124,13 @@ def share_weights(model: nn.Module, agreement: Agreement) -> None:
         return
     state = innermost_module(model).state_dict()
     # Lazy parameters get rank 0's values in the first step.
-    mine = pack_tree(
+    mine = pack_checkpoint_tree(
         {n: v for n, v in state.items() if isinstance(v, Tensor) and not nn.parameter.is_lazy(v)}
     )
     # Weights initialized with the same seed are equal already: compare digests before sending them.
     if len(set(agreement.all_gather(hashlib.sha256(mine).digest()))) == 1:
         return
-    found = unpack_tree(agreement.broadcast(mine))
+    found = unpack_checkpoint_tree(agreement.broadcast(mine))
     with agreement.all_or_none("take over the weights of rank 0"):
         if agreement.rank != 0:
             load_weights(model, {**state, **found}, strict=True, revise_keys=())
@@ -137,7 +138,9 @@ def share_weights(model: nn.Module, agreement: Agreement) -> None:
 
 def pack_buffers(model: nn.Module) -> bytes:
     """Return the values of a model's buffers, such as those of BatchNorm, one after another."""
-    return b"".join([_bytes_of(buffer).numpy().tobytes() for buffer in innermost_module(model).buffers()])
+    return b"".join(
+        [_bytes_of_buffer(buffer).numpy().tobytes() for buffer in innermost_module(model).buffers()]
+    )
 
 
 def restore_buffers(model: nn.Module, packed: bytes) -> None:
@@ -157,17 +160,17 @@ def restore_buffers(model: nn.Module, packed: bytes) -> None:
                 buffer.copy_(own.view(buffer.shape))
 
 
-def _bytes_of(buffer: Tensor) -> Tensor:
+def _bytes_of_buffer(buffer: Tensor) -> Tensor:
     return buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _describe_shape(value: Any) -> str:
+def _describe_weight_shape(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return "no shape yet" if nn.parameter.is_lazy(value) else str(list(value.shape))
 
 
-def _rename_keys(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str, Any]:
+def _rename_weight_keys(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str, Any]:
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in state_dict.items():

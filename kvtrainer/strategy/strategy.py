@@ -44,7 +44,7 @@ from kvtrainer.strategy.parts import (
     pack_buffers,
     restore_buffers,
 )
-from kvtrainer.sync.select import traits_of
+from kvtrainer.sync.select import store_traits_of
 from kvtrainer.trainer.resume import Resumption
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.trainer.trainer_dict import check_names
@@ -87,7 +87,7 @@ class Strategy(BaseStrategy):
         **kwargs: Any,
     ) -> None:
         if kvstore is not None:
-            traits_of(kvstore)
+            store_traits_of(kvstore)
         self.kvstore = kvstore
         places = [device] if isinstance(device, str | torch.device) else device or []
         self._devices = [torch.device(one) for one in places]
@@ -127,7 +127,7 @@ class Strategy(BaseStrategy):
                 "torchrun, or put rank and world_size into dist_cfg"
             )
         # 2. A store with workers of its own is created now, because it has the ranks.
-        traits = traits_of(kvstore) if isinstance(kvstore, str) else None
+        traits = store_traits_of(kvstore) if isinstance(kvstore, str) else None
         if traits is not None and (traits.over_ranks or not traits.is_in_process):
             options = {} if over_ranks else self._dist_cfg
             kvstore = self.kvstore = self._made_store = create(str(kvstore), **options)
@@ -139,7 +139,7 @@ class Strategy(BaseStrategy):
         return agreement_of(kvstore if isinstance(kvstore, KVStoreBase) else None)
 
     def _sums_over_ranks(self) -> bool:
-        return self.kvstore is not None and traits_of(self.kvstore).takes_ranks
+        return self.kvstore is not None and store_traits_of(self.kvstore).takes_ranks
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if any(isinstance(module, DataParallel) for module in model.modules()):
@@ -250,7 +250,7 @@ class Strategy(BaseStrategy):
             found = files.read_checkpoint(filename, map_location)
             if callback is not None:
                 callback(found)
-            state_dict = files.require_part(found, files.WEIGHTS, filename)
+            state_dict = files.require_checkpoint_part(found, files.WEIGHTS, filename)
         # All workers have read the file, so none fails after others have changed their weights.
         with self._agreement.all_or_none(f"take over the weights of {filename!r}"):
             self.load_model_state_dict(state_dict, strict=strict, revise_keys=revise_keys)
@@ -313,7 +313,9 @@ class Strategy(BaseStrategy):
                     if missing == "error":
                         raise
                     self.logger.warning("%r is not resumed and keeps its present state: %s", part, error)
-            with files.refuse_unreadable("what it says of random numbers and of where the loop is"):
+            with files.refuse_unreadable_checkpoint(
+                "what it says of random numbers and of where the loop is"
+            ):
                 self._place_in(checkpoint)
 
         # 2. Read the file, check every part, and load the weights.
@@ -411,19 +413,21 @@ class Strategy(BaseStrategy):
         # 1. Every rank contributes what only it has.
         trainers = self._trainers if save_optimizer else {}
         with self._agreement.all_or_none("save its state"):
-            own = {name: files.own_states(one) for name, one in trainers.items()}
-            mine = files.pack_tree({"rng": environment.rng_state(self._all_devices()), "trainers": own})
+            own = {name: files.own_checkpoint_states(one) for name, one in trainers.items()}
+            mine = files.pack_checkpoint_tree(
+                {"rng": environment.rng_state(self._all_devices()), "trainers": own}
+            )
         # 2. Rank 0 writes everything; the others wait for its result.
         gathered = self._agreement.gather(mine)
         with self._agreement.all_or_none(f"save {filename!r}"):
             if gathered is not None:
-                ranks = [files.unpack_tree(one) for one in gathered]
+                ranks = [files.unpack_checkpoint_tree(one) for one in gathered]
                 found = self._checkpoint(save_optimizer, save_param_scheduler, extra_ckpt, ranks)
                 if callback is not None:
                     callback(found)
-                files.write_checkpoint(files.plain_copy(found, "checkpoint"), filename)
+                files.write_checkpoint(files.plain_checkpoint_copy(found, "checkpoint"), filename)
                 if save_optimizer:
-                    files.record_last(self.work_dir, filename)
+                    files.record_last_checkpoint(self.work_dir, filename)
 
     def _checkpoint(
         self,
@@ -446,7 +450,7 @@ class Strategy(BaseStrategy):
         found[files.WEIGHTS] |= {name: held[p] for name, p in named if p in held}
         # 3. Optimizers, schedules, and facts about the run.
         if save_optimizer and trainers:
-            states = {name: files.common_states(one) for name, one in trainers.items()}
+            states = {name: files.common_checkpoint_states(one) for name, one in trainers.items()}
             found[files.OPTIMIZER] = states.get("", states)
         if save_param_scheduler and trainers:
             found[files.SCHEDULERS] = self.scheduler_state_dict()
@@ -463,8 +467,8 @@ class Strategy(BaseStrategy):
 
     def _fit(self, part: str, checkpoint: Mapping[str, Any], filename: str) -> Steps:
         """Check that a part of a checkpoint can be loaded. Return the functions that load it."""
-        content = files.require_part(checkpoint, part, filename)
-        with files.refuse_unreadable(f"its {part!r}"):
+        content = files.require_checkpoint_part(checkpoint, part, filename)
+        with files.refuse_unreadable_checkpoint(f"its {part!r}"):
             if part == files.OPTIMIZER:
                 ranks = checkpoint.get(files.RANKS) or [{}]  # rank 0's, if the number of workers has changed
                 own = ranks[self.rank if len(ranks) == self.world_size else 0]
@@ -477,7 +481,10 @@ class Strategy(BaseStrategy):
         trainers = self._trainers
         states = {"": states} if "" in trainers else states
         check_names(states, trainers)
-        return [files.fit_states(one, states[name], own.get(name, {})) for name, one in trainers.items()]
+        return [
+            files.fit_checkpoint_states(one, states[name], own.get(name, {}))
+            for name, one in trainers.items()
+        ]
 
     def _place_in(self, found: Mapping[str, Any]) -> tuple[int | None, int | None, Any]:
         """Return a checkpoint's seed, iteration, and this rank's random states (None with other workers)."""

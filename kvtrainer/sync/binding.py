@@ -32,16 +32,16 @@ from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import ReplicaCompressor
-from kvtrainer.client.row_reads import TableRows
+from kvtrainer.client.row_reads import TableRowReads
 from kvtrainer.client.session import Report
-from kvtrainer.client.shared_weights import WeightSink
+from kvtrainer.client.weight_sinks import WeightSink
 from kvtrainer.common.env import WORKER_MEMORY
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError, WorkerLostError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
-from kvtrainer.kvstore.verbs import TableKVStore, agreement_of
+from kvtrainer.kvstore.verbs import KVStoreVerbs, agreement_of
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.options.stages import GradientLimits
@@ -58,7 +58,7 @@ from kvtrainer.sync.exchange import (
     RoundResult,
     StoreExchange,
 )
-from kvtrainer.sync.rank_exchange import GroupExchange
+from kvtrainer.sync.rank_exchange import RankExchange
 from kvtrainer.sync.select import Selection, group_too_late
 from kvtrainer.sync.step_guard import StepGuard
 from kvtrainer.types import Arenas
@@ -331,7 +331,7 @@ class Binding:
         # 4. What listens to the backward pass.
         if self.selection.overlaps and self.holder is not None:
             self._overlap = Overlap(self.holder, layout.devices[0], self._predict_hypers)
-        if isinstance(self.exchange, GroupExchange):
+        if isinstance(self.exchange, RankExchange):
             self.exchange.listen(layout.devices[0])
         if self._pending is not None:
             self.take_residuals(self._pending)
@@ -609,7 +609,7 @@ class Binding:
         layout.arena.mark_updated(None)
 
     @property
-    def rows(self) -> TableRows:
+    def rows(self) -> TableRowReads:
         assert self.holder is not None
         return self.holder.rows
 
@@ -723,7 +723,7 @@ class Binding:
             self._group = self.store.group
             if self._group is not None and not self.selection.over_ranks:
                 raise group_too_late("the Trainer was built")
-        if self._group is None and self._client is None and isinstance(self.store, TableKVStore):
+        if self._group is None and self._client is None and isinstance(self.store, KVStoreVerbs):
             self._client = self.store.open_client(self.selection.is_hierarchical, resumes)
             self._client.tell(self.report)
 
@@ -757,7 +757,7 @@ class Binding:
             )
         if self._group is not None:
             overlaps = self.selection.overlaps
-            return GroupExchange(self._group, plan, optimizer, self.describe().lower(), overlaps)
+            return RankExchange(self._group, plan, optimizer, self.describe().lower(), overlaps)
         return None if self.store is None else PluginExchange(self.store, plan)
 
 

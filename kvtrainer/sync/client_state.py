@@ -44,7 +44,7 @@ class ClientRecord(NamedTuple):
         return packed
 
 
-def unpack_record(packed: bytes) -> ClientRecord | None:
+def unpack_client_record(packed: bytes) -> ClientRecord | None:
     """Return the record that a server stored; None if it has none. Raises ProtocolError if it cannot be read."""
     if not packed:
         return None
@@ -67,7 +67,7 @@ class Records(NamedTuple):
 
 def find_records(takeover: Takeover) -> Records:
     """Return the records of a takeover. Raises ProtocolError if they cannot be read."""
-    found = [unpack_record(packed) for own in takeover.client_states.values() for packed in own]
+    found = [unpack_client_record(packed) for own in takeover.client_states.values() for packed in own]
     by_round = {one.round: one for one in found if one is not None}
     former = [number for number in by_round if number <= takeover.first]
     return Records(by_round[max(former)] if former else None, by_round.get(takeover.first + 1))
@@ -81,7 +81,7 @@ def pack_user_state(value: Any) -> bytes:
     """
     if value is None:
         return b""
-    _check_plain("client_state", value)
+    _check_plain_client_state("client_state", value)
     packed = pack_control(value)
     if len(packed) > MAX_USER_STATE:
         raise ConfigurationError(
@@ -95,15 +95,15 @@ def unpack_user_state(packed: bytes) -> Any:
     return unpack_control(packed) if packed else None
 
 
-def _check_plain(name: str, value: Any) -> None:
+def _check_plain_client_state(name: str, value: Any) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if type(key) not in (str, int):
                 raise ConfigurationError(f"{name} has the key {key!r:.80}; keys are str or int")
-            _check_plain(f"{name}[{key!r}]", item)
+            _check_plain_client_state(f"{name}[{key!r}]", item)
     elif isinstance(value, list | tuple):
         for at, item in enumerate(value):
-            _check_plain(f"{name}[{at}]", item)
+            _check_plain_client_state(f"{name}[{at}]", item)
     elif type(value) is int and not -(1 << 63) <= value < 1 << 64:
         raise ConfigurationError(f"{name} is {value}, which has more than 64 bits; give it as text")
     elif value is not None and type(value) not in (str, int, float, bool, bytes):

@@ -1,10 +1,10 @@
 """Copies between a CUDA device and the host, for weights and gradients that go to servers.
 
-`SideStream` makes the copies on a stream of its own, to and from pinned memory. `Staging` holds one pinned buffer
+`StagingStream` makes the copies on a stream of its own, to and from pinned memory. `Staging` holds one pinned buffer
 for each flat tensor and orders the copies against the current stream. It also pins memory that servers on this host
 share, and lets the device read new weights there.
 
-`DeviceSink` is where new weights of a device arrive: in the pinned buffers, or in the servers' memory.
+`StagingSink` is where new weights of a device arrive: in the pinned buffers, or in the servers' memory.
 
 Where memory cannot be pinned, copies are slower, and a warning says so. A forked process has no device: there
 nothing is unpinned or waited for.
@@ -29,7 +29,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import ALIGNMENT, PAGE, SIZES, Slice
 from kvstore_server.transport.arena import SharedArena as Memory
 from kvstore_server.transport.pages import put_pages
-from kvtrainer.client.shared_weights import WeightSink
+from kvtrainer.client.weight_sinks import WeightSink
 from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _READ_ONLY = 8
 """cudaHostRegisterReadOnly: the device must not write to the memory, as this process may not."""
 
 
-class SideStream:
+class StagingStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -117,27 +117,27 @@ class Staging:
     `up` from there on the one stream: servers write new weights when all workers have given gradients.
     """
 
-    def __init__(self, stream: SideStream) -> None:
+    def __init__(self, stream: StagingStream) -> None:
         self._stream = stream
         self._places: dict[tuple[int, int, torch.dtype], Tensor] = {}
         """Address, size and dtype of a tensor → its buffer."""
         self._seen: dict[str, list[tuple[int, Tensor]]] = {}
         """By dtype, the parts of the weights that the device reads in the servers' memory."""
         self._num_moves = 0
-        self._views: dict[int, _View] = {}
+        self._views: dict[int, _StagedView] = {}
         """Identity of a server's memory → the part that is mapped."""
         self._pins: dict[int, Callable[[], None]] = {}
         """Address of pinned memory → what unpins it."""
         self._process = os.getpid()
         weakref.finalize(self, _call_all, self._pins).atexit = False
 
-    def see(self, weights: DeviceSink) -> None:
+    def see(self, weights: StagingSink) -> None:
         """Have the device read the servers' memory where `weights` has it. Raises OSError if it cannot be mapped."""
         if weights.num_moves == self._num_moves:
             return
         # 1. Map and pin what is read of each server's memory, and unpin what is not read any more.
         ranges = weights.ranges()
-        views: dict[int, _View] = {}
+        views: dict[int, _StagedView] = {}
         for one in ranges:
             own = [other for other in ranges if other.memory is one.memory]
             first = min([other.begin for other in own]) // PAGE * PAGE
@@ -155,7 +155,7 @@ class Staging:
             pinned = view.pinned[one.begin - view.first : one.end - view.first].view(torch_dtype(one.dtype))
             self._seen.setdefault(one.dtype, []).append((one.offset, pinned))
 
-    def _view_of(self, memory: Memory, first: int, end: int) -> _View:
+    def _view_of(self, memory: Memory, first: int, end: int) -> _StagedView:
         """Map a part of a server's memory, shared and read-only, and pin it."""
         former = self._views.get(id(memory))
         if former is not None and former.first <= first and end <= former.first + former.pinned.numel():
@@ -165,7 +165,7 @@ class Staging:
         pinned = torch.from_numpy(np.frombuffer(mmap.mmap(-1, end - first, flags), np.uint8))
         put_pages(pinned.data_ptr(), end - first, memory.fd, first, mmap.PROT_READ, is_shared=True)
         self.pin(pinned, is_read_only=True)
-        return _View(memory, first, pinned)
+        return _StagedView(memory, first, pinned)
 
     def wait(self) -> None:
         """Block until the device has read what came back last."""
@@ -182,7 +182,7 @@ class Staging:
         places = {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
         self._stream.after_current()
         for dtype, flat in arenas.items():
-            for part, place in _split_by_overrides(flat, places[dtype], overrides.get(dtype, ())):
+            for part, place in _split_staged_by_overrides(flat, places[dtype], overrides.get(dtype, ())):
                 self._stream.copy(place, part)
         self._stream.wait()
         return places
@@ -192,7 +192,7 @@ class Staging:
         """Copy buffers back; the device waits for it before it computes what is queued from now on."""
         self._stream.after_current()
         for dtype, flat in arenas.items():
-            for part, place in _split_by_overrides(flat, places[dtype], self._seen.get(dtype, ())):
+            for part, place in _split_staged_by_overrides(flat, places[dtype], self._seen.get(dtype, ())):
                 self._stream.copy(part, place)
         self._stream.before_current()
 
@@ -221,7 +221,7 @@ class Staging:
         return self._places[key]
 
 
-class _View(NamedTuple):
+class _StagedView(NamedTuple):
     memory: Memory
     first: int
     """Where it begins there, in bytes; a page."""
@@ -235,7 +235,7 @@ def _call_all(left: dict[int, Callable[[], None]]) -> None:
             stack.callback(left.popitem()[1])
 
 
-def _split_by_overrides(
+def _split_staged_by_overrides(
     flat: Tensor, place: Tensor, overrides: BufferOverrides
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the parts of a flat tensor with their places, without the padding behind parts that lie elsewhere."""
@@ -249,7 +249,7 @@ def _split_by_overrides(
         yield flat[at:], place[at:]
 
 
-class _Range(NamedTuple):
+class _StagedRange(NamedTuple):
     dtype: str
     offset: int
     """Where they begin in the arena, in elements."""
@@ -263,13 +263,13 @@ class _Range(NamedTuple):
     def end(self) -> int:
         return self.begin + self.numel * SIZES[self.dtype]
 
-    def is_before(self, other: _Range) -> bool:
+    def is_before(self, other: _StagedRange) -> bool:
         size, way = SIZES[self.dtype], other.offset - self.offset
         is_near = self.dtype == other.dtype and (way - self.numel) * size < ALIGNMENT
         return is_near and self.memory is other.memory and other.begin - self.begin == way * size
 
 
-class DeviceSink(WeightSink):
+class StagingSink(WeightSink):
     """New weights of a CUDA device: rounds write to pinned memory, or the device reads the servers' memory.
 
     What is read in the servers' memory does not come to pinned memory any more.
@@ -277,7 +277,7 @@ class DeviceSink(WeightSink):
 
     def __init__(self, staging: Staging, maps: bool) -> None:
         self._staging = staging
-        self._slices: dict[int, tuple[int, int, _Range]] = {}
+        self._slices: dict[int, tuple[int, int, _StagedRange]] = {}
         """Slice (by index) → its server, its place as that names it, and where it is."""
         self.maps, self.holds_all = maps, not maps
         self.num_moves = 0
@@ -296,7 +296,7 @@ class DeviceSink(WeightSink):
         return memory is None or found[2].memory is memory
 
     def map(self, slice_: Slice, server: int, place: int, memory: Memory, begin: int) -> None:
-        one = _Range(slice_.dtype, slice_.offset, slice_.used, memory, begin)
+        one = _StagedRange(slice_.dtype, slice_.offset, slice_.used, memory, begin)
         if one.end > memory.nbytes:
             raise OSError(f"slice {slice_.index} is at {begin} of {memory.nbytes} bytes")
         self._slices[slice_.index] = server, place, one
@@ -312,8 +312,8 @@ class DeviceSink(WeightSink):
         except OSError as error:
             self.problem = error
 
-    def ranges(self) -> list[_Range]:
-        found: list[_Range] = []
+    def ranges(self) -> list[_StagedRange]:
+        found: list[_StagedRange] = []
         for _, _, one in sorted(self._slices.values(), key=lambda own: own[2][:2]):
             if found and found[-1].is_before(one):
                 found[-1] = found[-1]._replace(numel=one.offset + one.numel - found[-1].offset)

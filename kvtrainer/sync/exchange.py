@@ -30,17 +30,23 @@ from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, Guard, Measured
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution, Source
-from kvtrainer.client.row_reads import TableRows
+from kvtrainer.client.row_reads import TableRowReads
 from kvtrainer.client.shared_gradients import SharedGradients
-from kvtrainer.client.shared_weights import IN_PLACE, CopySink, MappedSink, PrivateSink, WeightSink
 from kvtrainer.client.tables import Compressor, Takeover
+from kvtrainer.client.weight_sinks import (
+    IN_PLACE,
+    CopyWeightSink,
+    MappedWeightSink,
+    PrivateWeightSink,
+    WeightSink,
+)
 from kvtrainer.common.progress import print_duration
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.host_reduce import HierarchicalReduce
-from kvtrainer.states.surviving_memory import Versions
-from kvtrainer.sync.device_staging import DeviceSink, SideStream, Staging
+from kvtrainer.states.surviving_memory import SurvivingVersions
+from kvtrainer.sync.device_staging import Staging, StagingSink, StagingStream
 from kvtrainer.sync.step_guard import StepGuard
 from kvtrainer.types import Arenas
 
@@ -196,7 +202,7 @@ class StoreExchange(Exchange):
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
         # 3. How weights come back.
-        self.rows = TableRows(client.rows, self._table)
+        self.rows = TableRowReads(client.rows, self._table)
         """Of row-sparse keys."""
         self._staging: Staging | None = None
         """Copies between the CUDA device with the weights and the host; made when it is needed."""
@@ -232,13 +238,13 @@ class StoreExchange(Exchange):
             return
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
         if (staging := self._staging_of(weights)) is not None:
-            self.sink = DeviceSink(staging, maps=is_whole and self._client.shares_all_memory)
+            self.sink = StagingSink(staging, maps=is_whole and self._client.shares_all_memory)
             return
         try:
             if is_whole and self._client.shares_memory:
-                self.sink = MappedSink(weights)
+                self.sink = MappedWeightSink(weights)
             else:
-                self.sink = PrivateSink(weights, self._table.plan)
+                self.sink = PrivateWeightSink(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
 
@@ -267,9 +273,9 @@ class StoreExchange(Exchange):
         """Decide where weights arrive that are not mapped; return the weights on the host."""
         mine = self._copy_to_host(weights)
         if self.sink is IN_PLACE and self._staging is not None:
-            self.sink = DeviceSink(self._staging, maps=False)
+            self.sink = StagingSink(self._staging, maps=False)
         elif self.sink is IN_PLACE and self.updates_weights and not self.is_sync:
-            self.sink = CopySink(weights)
+            self.sink = CopyWeightSink(weights)
         return mine
 
     @property
@@ -593,7 +599,7 @@ class StoreExchange(Exchange):
             if compressor.survivors is not None:
                 compressor.begin_to_store(compressor.survivors, self._table.round)
 
-    def let_residuals_survive(self, survivors: Versions, counts: bool | None) -> bool:
+    def let_residuals_survive(self, survivors: SurvivingVersions, counts: bool | None) -> bool:
         """Store residuals where they outlive this process, or go on with those that an earlier one has stored.
 
         Args:
@@ -626,7 +632,7 @@ class StoreExchange(Exchange):
         if flat is None or flat.is_cpu:
             return None
         if self._staging is None:
-            self._staging = Staging(SideStream(flat.device))
+            self._staging = Staging(StagingStream(flat.device))
         return self._staging
 
     def _copy_to_host(self, arenas: Arenas) -> Arenas:

@@ -35,12 +35,12 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.protocol.rows import RowSet, same_bits
 from kvtrainer.client.contribution import Contribution
-from kvtrainer.client.replica_sums import sum_rows
+from kvtrainer.client.replica_sums import sum_replica_rows
 from kvtrainer.client.rounds import EagerPushMonitor
 from kvtrainer.errors import ProtocolError
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.ranks.process_group import Buckets, PendingSums, RankGroup
+from kvtrainer.ranks.process_group import Buckets, PendingGroupSums, RankGroup
 from kvtrainer.sync.exchange import Exchange, JoinedRound, RoundResult, keys_worth_borrowing
 from kvtrainer.sync.step_guard import StepGuard
 
@@ -51,7 +51,7 @@ _CALL, _HYPER, _SCALE, _VETO, _FIRST_KEY = range(5)
 _CALLS = ("step", "set_data", "join")
 
 
-class _Headers(NamedTuple):
+class _RankHeaders(NamedTuple):
     states: Tensor
     """(rank, key): the number of rows, or DENSE, or ABSENT."""
     scales: list[float]
@@ -62,7 +62,7 @@ class _Headers(NamedTuple):
     """No rank has data."""
 
 
-class GroupExchange(Exchange):
+class RankExchange(Exchange):
     """Over a RankGroup. All ranks make the same calls in the same order; if one does not, the others time out.
 
     The optimizer runs on every rank. With `overlaps` gradients are summed during the backward pass, see `listen`.
@@ -74,7 +74,7 @@ class GroupExchange(Exchange):
         self._num_workers = group.size
         self._group, self._plan = group, plan
         self._overlaps = overlaps
-        self._overlap: BucketOverlap | None = None
+        self._overlap: RankBucketOverlap | None = None
         if name == "nccl":
             self.refuses_rows = (
                 "but kvstore 'nccl' does not support sparse gradients; use kvstore='device', or build the module with "
@@ -115,7 +115,7 @@ class GroupExchange(Exchange):
         if not self._overlaps:
             return
         if self._group.memory_for(memory.arena.device) is None:
-            self._overlap = BucketOverlap(self._group, memory)
+            self._overlap = RankBucketOverlap(self._group, memory)
         elif not self._group.rank:
             _log.info(
                 "overlap=True: ranks of one host sum gradients in memory, in step(), which takes less time"
@@ -135,15 +135,17 @@ class GroupExchange(Exchange):
         step.sent()
         return self._sum(contribution, self._headers("step", contribution))
 
-    def _sum(self, contribution: Contribution, headers: _Headers | None) -> RoundResult:
+    def _sum(self, contribution: Contribution, headers: _RankHeaders | None) -> RoundResult:
         overlap = self._overlap
         if headers is None or headers.is_over:
             if overlap is not None:
                 overlap.end_round()
             return RoundResult(frozenset(), skipped=headers is None)
         # 1. What each key is on all ranks together, and where it is scaled: after the sum if all scales are equal.
-        left_out = _keys_in_mask((headers.states == _ABSENT).all(0))
-        dense = _keys_in_mask((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
+        left_out = _keys_in_rank_mask((headers.states == _ABSENT).all(0))
+        dense = _keys_in_rank_mask(
+            (headers.states == _DENSE).any(0)
+        )  # if one rank has all rows, the sum has, too
         is_common = len(set(headers.scales)) == 1
         before, after = (1.0, headers.scales[0]) if is_common else (contribution.scale, 1.0)
         [arenas] = contribution.values or ()
@@ -190,7 +192,7 @@ class GroupExchange(Exchange):
         for flat in weights.values():
             self._group.broadcast(flat)
 
-    def _headers(self, call: str, grads: Contribution | None) -> _Headers | None:
+    def _headers(self, call: str, grads: Contribution | None) -> _RankHeaders | None:
         # 1. This rank's header.
         states = [_ABSENT if grads is None else _DENSE] * len(self._plan.specs)
         for key in grads.absent if grads is not None else ():
@@ -223,7 +225,7 @@ class GroupExchange(Exchange):
         if found[:, _VETO].any():
             return None
         scales = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in found[active, _SCALE].tolist()]
-        return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
+        return _RankHeaders(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
 
     def _gather_headers(self, mine: list[int], grads: Contribution | None) -> Tensor:
         num, overlap = len(mine), self._overlap
@@ -262,7 +264,7 @@ class GroupExchange(Exchange):
         return runs
 
     def _sum_rows(
-        self, key: int, grads: Contribution, headers: _Headers, before: float, after: float
+        self, key: int, grads: Contribution, headers: _RankHeaders, before: float, after: float
     ) -> RowSet:
         """Sum one key that came only as rows from all ranks: a left fold in the order of ranks."""
         spec, counts = self._plan.specs[key], headers.states[:, key].tolist()
@@ -274,11 +276,11 @@ class GroupExchange(Exchange):
         mine = grads.rows.get((0, key), none)
         values = mine.values.to(compute_dtype(spec.dtype))
         mine = mine._replace(values=values * before if before != 1.0 else values)
-        total = sum_rows(self._group.gather_rows(mine, counts), spec.dtype)
+        total = sum_replica_rows(self._group.gather_rows(mine, counts), spec.dtype)
         return total._replace(values=total.values * after) if after != 1.0 else total
 
 
-def _keys_in_mask(mask: Tensor) -> frozenset[int]:
+def _keys_in_rank_mask(mask: Tensor) -> frozenset[int]:
     return frozenset(mask.nonzero().flatten().tolist())
 
 
@@ -294,7 +296,7 @@ NOT_SENT, NOTHING, SAME, CHANGED = range(4)
 what this rank gives; begun with something else."""
 
 
-class BucketLayout(NamedTuple):
+class RankBucketLayout(NamedTuple):
     dtype: str
     keys: Sequence[int]
     """By index, in the order of the arena."""
@@ -302,8 +304,8 @@ class BucketLayout(NamedTuple):
     """(begin, end) in the arena, in elements; one behind the other they are the bucket."""
 
 
-class _Bucket:
-    def __init__(self, layout: BucketLayout, plan: Plan, device: torch.device) -> None:
+class _RankBucket:
+    def __init__(self, layout: RankBucketLayout, plan: Plan, device: torch.device) -> None:
         self.layout = layout
         numel = sum(end - begin for begin, end in layout.runs)
         self.sent = torch.zeros(numel, dtype=torch_dtype(layout.dtype), device=device)
@@ -328,7 +330,7 @@ class _Bucket:
             at += end - begin
 
 
-class BucketOverlap:
+class RankBucketOverlap:
     """Sums a Trainer's gradients over ranks as they become complete. All ranks make the same calls.
 
     A key whose gradient came in several backward passes in the last step is complete after as many of them in this
@@ -338,7 +340,7 @@ class BucketOverlap:
     def __init__(self, group: RankGroup, memory: DeviceMemory) -> None:
         self._group, self._plan = group, memory.plan
         self._parameters, self._device = memory.parameters, memory.arena.device
-        self._sums = PendingSums(group, self._device)
+        self._sums = PendingGroupSums(group, self._device)
         count = len(memory.plan.specs)
         # What is known of the gradients, key by key.
         self._passes = [0] * count
@@ -352,11 +354,11 @@ class BucketOverlap:
         self._keys: frozenset[int] | None = None
         """The keys in buckets; None before there are buckets."""
         self._num_strange = 0
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_RankBucket] = []
         self._bucket_of: dict[int, int] = {}
         self._missing: list[int] = []
         """How many keys of each bucket have yet to come."""
-        self._usable: list[_Bucket] = []
+        self._usable: list[_RankBucket] = []
         self._monitor = EagerPushMonitor()
         # Of CUDA tensors another thread computes the gradients.
         self._lock = threading.Lock()
@@ -447,9 +449,9 @@ class BucketOverlap:
             return
         behind = sorted(dense.difference(first), reverse=True)
         order = [key for key in first if key in dense] + behind
-        layouts = lay_out(order, self._plan, self._group.buckets)
+        layouts = lay_out_rank_buckets(order, self._plan, self._group.buckets)
         self._keys = dense
-        self._buckets = [_Bucket(layout, self._plan, self._device) for layout in layouts]
+        self._buckets = [_RankBucket(layout, self._plan, self._device) for layout in layouts]
         self._bucket_of = {key: at for at, layout in enumerate(layouts) for key in layout.keys}
 
     def _on_gradient(self, key: int) -> None:
@@ -466,7 +468,7 @@ class BucketOverlap:
                         break
 
     @torch.no_grad()
-    def _send(self, bucket: _Bucket) -> bool:
+    def _send(self, bucket: _RankBucket) -> bool:
         """Begin the sum of a bucket; False if that is left to the step."""
         given = {key: self._parameters[key].grad for key in bucket.pieces if self._passes[key]}
         grads = [grad for grad in given.values() if grad is not None and grad.layout is torch.strided]
@@ -480,25 +482,25 @@ class BucketOverlap:
         return True
 
 
-def lay_out(order: Sequence[int], plan: Plan, sizes: Buckets) -> list[BucketLayout]:
+def lay_out_rank_buckets(order: Sequence[int], plan: Plan, sizes: Buckets) -> list[RankBucketLayout]:
     """Fill buckets with keys (by index) in this order. Each dtype has its own; full ones come first."""
-    ends, full = key_ends(plan), list[BucketLayout]()
+    ends, full = key_ends(plan), list[RankBucketLayout]()
     filled: dict[str, list[int]] = {}
     room: dict[str, float] = {}
     for key in order:
         dtype = plan.specs[key].dtype
         nbytes = plan.specs[key].numel * compute_dtype(dtype).itemsize
         if dtype not in filled:
-            filled[dtype], room[dtype] = [], _bucket_limit(sizes, FIRST)
+            filled[dtype], room[dtype] = [], _rank_bucket_limit(sizes, FIRST)
         elif room[dtype] < nbytes:
-            full.append(_bucket_layout(filled[dtype], ends, plan))
-            filled[dtype], room[dtype] = [], _bucket_limit(sizes)
+            full.append(_rank_bucket_layout(filled[dtype], ends, plan))
+            filled[dtype], room[dtype] = [], _rank_bucket_limit(sizes)
         filled[dtype].append(key)
         room[dtype] -= nbytes
-    return full + [_bucket_layout(keys, ends, plan) for keys in filled.values()]
+    return full + [_rank_bucket_layout(keys, ends, plan) for keys in filled.values()]
 
 
-def _bucket_limit(sizes: Buckets, most: float = math.inf) -> float:
+def _rank_bucket_limit(sizes: Buckets, most: float = math.inf) -> float:
     """Return the bytes that a bucket may have; a longer gradient is a bucket of its own."""
     if not sizes.coalesce:
         return 0.0
@@ -506,7 +508,7 @@ def _bucket_limit(sizes: Buckets, most: float = math.inf) -> float:
     return math.inf if nbytes is None else min(nbytes, most)
 
 
-def _bucket_layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> BucketLayout:
+def _rank_bucket_layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> RankBucketLayout:
     by_place = sorted(keys, key=lambda key: (plan.key_offsets[key], ends[key]))
     runs: list[tuple[int, int]] = []
     for key in by_place:
@@ -514,7 +516,7 @@ def _bucket_layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -
         if runs and runs[-1][1] == begin:
             begin = runs.pop()[0]
         runs.append((begin, ends[key]))
-    return BucketLayout(plan.specs[by_place[0]].dtype, by_place, runs)
+    return RankBucketLayout(plan.specs[by_place[0]].dtype, by_place, runs)
 
 
 def key_ends(plan: Plan) -> dict[int, int]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from kvstore_server import check
 from kvstore_server.codec import Codec, OneBit, make_codec
-from kvtrainer.common.env import workers_of_job
+from kvtrainer.common.env import workers_from_env
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.jobs.topology import serve_role
 from kvtrainer.kvstore.base import (
@@ -36,8 +36,8 @@ from kvtrainer.kvstore.base import (
 from kvtrainer.kvstore.device import DeviceKVStore, LocalKVStore, is_nccl
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.values import check_on_cuda
-from kvtrainer.kvstore.verbs import TableKVStore
-from kvtrainer.parallel.replicas import AUTO, LISTS, ReplicaPolicy, is_left_fold, make_reducer
+from kvtrainer.kvstore.verbs import KVStoreVerbs
+from kvtrainer.parallel.replicas import AUTO, LISTS, ReplicaPolicy, is_left_fold, make_replica_reducer
 from kvtrainer.ranks.process_group import RankGroup, current_group
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ _ALONE = (
 )
 
 
-class Traits(NamedTuple):
+class StoreTraits(NamedTuple):
     name: str
     """The name under which it was, or will be, created."""
     is_in_process: bool
@@ -68,7 +68,7 @@ class Traits(NamedTuple):
     """What a Trainer can use of it; empty for a third-party store."""
 
 
-def traits_of(kvstore: str | KVStoreBase) -> Traits:
+def store_traits_of(kvstore: str | KVStoreBase) -> StoreTraits:
     """Describe a store, or the one that a name stands for.
 
     Raises:
@@ -87,8 +87,8 @@ def traits_of(kvstore: str | KVStoreBase) -> Traits:
     over_ranks = takes_ranks and current_group() is not None
     if over_ranks and not by_name and isinstance(kvstore, DeviceKVStore) and kvstore.group is None:
         raise group_too_late("the kvstore was created")
-    capabilities = kind.capabilities_as(name) if issubclass(kind, TableKVStore) else ()
-    return Traits(name, is_in_process, is_on_servers, takes_ranks, over_ranks, capabilities)
+    capabilities = kind.capabilities_as(name) if issubclass(kind, KVStoreVerbs) else ()
+    return StoreTraits(name, is_in_process, is_on_servers, takes_ranks, over_ranks, capabilities)
 
 
 @dataclass(frozen=True)
@@ -157,25 +157,25 @@ def select_store(
         ConfigurationError: two arguments contradict each other, or the store cannot do what they ask for.
     """
     # 1. What does not depend on how the store is used.
-    _check_arguments(kvstore, update_on_kvstore, aggregate_num)
-    store, asked = None if kvstore is None else traits_of(kvstore), update_on_kvstore
-    _check_ways(store, devices, overlap, hierarchy)
+    _check_selected_arguments(kvstore, update_on_kvstore, aggregate_num)
+    store, asked = None if kvstore is None else store_traits_of(kvstore), update_on_kvstore
+    _check_selected_ways(store, devices, overlap, hierarchy)
     if has_row_sparse:
-        _check_for_rows(store, asked)
+        _check_selected_for_rows(store, asked)
         asked = True
     # 2. How gradients and weights travel.
-    compression_params, pull_codec = _split_compression(compression_params)
+    compression_params, pull_codec = _split_selected_compression(compression_params)
     wanted = Selection(
         kvstore,
         updates_weights=False,
         allows_halves=True,
-        codec=_codec_for(store, compression_params),
-        reducer=_reducer_for(kvstore, replicas, devices),
+        codec=_select_codec(store, compression_params),
+        reducer=_select_reducer(kvstore, replicas, devices),
         pull_codec=pull_codec,
         overlaps=overlap,
         is_hierarchical=hierarchy,
     )
-    _check_pull(wanted, store, asked)
+    _check_selected_pull(wanted, store, asked)
     if store is None:
         return _select_without_kvstore(wanted, asked)
     if is_nccl(store.name):
@@ -188,18 +188,18 @@ def select_store(
         return _select_in_process(wanted, store, asked, aggregate_num, largest, len(devices))
     if store.is_on_servers and isinstance(kvstore, str):
         serve_role(os.environ)
-    return _decide_who_updates(wanted, store, asked, aggregate_num, largest)
+    return _select_who_updates(wanted, store, asked, aggregate_num, largest)
 
 
 def _select_without_kvstore(wanted: Selection, asked: bool | None) -> Selection:
     if asked:
         raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
-    return _drop_store(wanted)
+    return _deselect_store(wanted)
 
 
 def _select_in_process(
     wanted: Selection,
-    store: Traits,
+    store: StoreTraits,
     asked: bool | None,
     aggregate_num: float,
     largest: int,
@@ -208,20 +208,20 @@ def _select_in_process(
     """Use a store of this process. A named one is not even made if there is nothing for it to do."""
     _warn_of_workers(store)
     if isinstance(wanted.kvstore, str) and num_devices == 1 and not asked:
-        return _drop_store(wanted, is_alone_by_name=store.takes_ranks)
-    chosen = _decide_who_updates(wanted, store, asked, aggregate_num, largest)
+        return _deselect_store(wanted, is_alone_by_name=store.takes_ranks)
+    chosen = _select_who_updates(wanted, store, asked, aggregate_num, largest)
     return chosen if num_devices == 1 else _select_for_replicas(chosen, asked)
 
 
-def _decide_who_updates(
-    wanted: Selection, store: Traits, asked: bool | None, aggregate_num: float, largest: int
+def _select_who_updates(
+    wanted: Selection, store: StoreTraits, asked: bool | None, aggregate_num: float, largest: int
 ) -> Selection:
-    updates = _updates_weights(store, asked, aggregate_num, largest)
-    _check_pull(wanted, store, updates)
+    updates = _does_selected_store_update(store, asked, aggregate_num, largest)
+    _check_selected_pull(wanted, store, updates)
     return replace(wanted, updates_weights=updates, allows_halves=not updates)
 
 
-def _drop_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
+def _deselect_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
     if chosen.codec is not None:
         _log.warning(
             "compression_params %r have no effect: one process needs no store, so no gradient travels",
@@ -240,9 +240,9 @@ def _select_for_replicas(chosen: Selection, asked: bool | None) -> Selection:
     return replace(chosen, is_open=asked is None, codec=None, replica_codec=chosen.codec)
 
 
-def _warn_of_workers(store: Traits) -> None:
+def _warn_of_workers(store: StoreTraits) -> None:
     """Warn if a job has several workers but the store serves one process, which is rarely intended."""
-    found = workers_of_job(os.environ)
+    found = workers_from_env(os.environ)
     if found is not None and found[0] > 1:
         _log.warning(_ALONE, store.name, *found)
 
@@ -254,7 +254,7 @@ def group_too_late(when: str) -> ConfigurationError:
     )
 
 
-def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float) -> None:
+def _check_selected_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float) -> None:
     if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
         raise ArgumentTypeError(f"kvstore must be a name, a kvstore or None, got {type(kvstore).__name__}")
     if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
@@ -266,8 +266,8 @@ def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float)
         )
 
 
-def _check_ways(
-    store: Traits | None,
+def _check_selected_ways(
+    store: StoreTraits | None,
     devices: Sequence[torch.device],
     overlap: bool,
     hierarchy: bool,
@@ -278,14 +278,14 @@ def _check_ways(
     """
     group = current_group() if store is not None and store.over_ranks else None
     if check.boolean("overlap", overlap) and group is not None:
-        _check_group_overlap(group, devices)
+        _check_selected_overlap(group, devices)
     elif overlap:
         lack = "nothing that could be sent during the backward pass and still be changed before step()"
-        _check_rounds(store, "overlap", ", or several ranks of torch.distributed", lack)
+        _check_selected_rounds(store, "overlap", ", or several ranks of torch.distributed", lack)
         _check_one_cpu(devices)
     if not check.boolean("hierarchy", hierarchy):
         return
-    _check_rounds(
+    _check_selected_rounds(
         store, "hierarchy", "", "no round to which the workers of a host could give one gradient together"
     )
     if overlap:
@@ -295,7 +295,7 @@ def _check_ways(
         )
 
 
-def _check_rounds(store: Traits | None, option: str, others: str, lack: str) -> None:
+def _check_selected_rounds(store: StoreTraits | None, option: str, others: str, lack: str) -> None:
     if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
         raise ConfigurationError(
             f"{option}=True needs servers and synchronous rounds, as of 'dist_sync'{others}; kvstore "
@@ -309,7 +309,7 @@ def _check_one_cpu(devices: Sequence[torch.device]) -> None:
         raise ConfigurationError(f"overlap=True needs all parameters on one CPU device, they are on {names}")
 
 
-def _check_group_overlap(group: RankGroup, devices: Sequence[torch.device]) -> None:
+def _check_selected_overlap(group: RankGroup, devices: Sequence[torch.device]) -> None:
     if len(devices) > 1 or not group.can_overlap(devices[0]):
         names = ", ".join(map(str, devices))
         raise ConfigurationError(
@@ -319,7 +319,7 @@ def _check_group_overlap(group: RankGroup, devices: Sequence[torch.device]) -> N
         )
 
 
-def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> None:
+def _check_selected_for_rows(store: StoreTraits | None, update_on_kvstore: bool | None) -> None:
     if store is None:
         raise ArgumentTypeError(
             "cannot train row_sparse parameters without a kvstore, in which their values live; kvstore must be a name "
@@ -332,7 +332,7 @@ def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> Non
         raise ConfigurationError(f"kvstore {store.name!r} cannot hold row_sparse parameters{way_out} kvstore")
 
 
-def _split_compression(params: Any) -> tuple[Any, Codec | None]:
+def _split_selected_compression(params: Any) -> tuple[Any, Codec | None]:
     """Split `compression_params` into the part for gradients and that for new weights.
 
     Raises:
@@ -352,7 +352,7 @@ def _split_compression(params: Any) -> tuple[Any, Codec | None]:
     return others, None if codec.name == "none" else codec
 
 
-def _check_pull(wanted: Selection, store: Traits | None, updates_weights: bool | None) -> None:
+def _check_selected_pull(wanted: Selection, store: StoreTraits | None, updates_weights: bool | None) -> None:
     if wanted.pull_codec is None:
         return
     if store is None or not store.is_on_servers or updates_weights is False:
@@ -364,7 +364,7 @@ def _check_pull(wanted: Selection, store: Traits | None, updates_weights: bool |
         )
 
 
-def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | None:
+def _select_codec(store: StoreTraits | None, params: dict[str, Any] | None) -> Codec | None:
     codec = make_codec(params)
     if params is None or codec.name == "none":
         return None
@@ -381,7 +381,7 @@ def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | N
     return codec
 
 
-def _reducer_for(
+def _select_reducer(
     kvstore: str | KVStoreBase | None, replicas: ReplicaPolicy, devices: Sequence[torch.device]
 ) -> str:
     # The parameters and the store may both name a reducer.
@@ -401,11 +401,13 @@ def _reducer_for(
             f"reducer={reducer!r} would have no effect: it sums replicas, and every parameter is on one device of this "
             "process only; leave it out, or give the Trainer replicas"
         )
-    make_reducer(reducer, devices)
+    make_replica_reducer(reducer, devices)
     return reducer
 
 
-def _updates_weights(store: Traits, asked: bool | None, aggregate_num: float, largest: int) -> bool:
+def _does_selected_store_update(
+    store: StoreTraits, asked: bool | None, aggregate_num: float, largest: int
+) -> bool:
     # 1. Without rounds only servers can update.
     if ASYNCHRONOUS in store.capabilities:
         if asked is False or aggregate_num > 1:

@@ -16,11 +16,11 @@ from torch import Tensor
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory.row_sparse import is_row_sparse
 from kvtrainer.trainer.groups import (
-    Named,
+    NamedParameters,
     ParameterGroups,
-    named_members,
+    group_with_checked_options,
+    named_group_members,
     unused_number,
-    with_checked_options,
 )
 from kvtrainer.types import Group
 
@@ -38,24 +38,24 @@ def read_edited(groups: ParameterGroups) -> list[Group]:
                 f"parameter group {at} no longer has a list of 'params'; add one, or remove the group from param_groups"
             )
         missing = groups.is_new(group) and groups.defaults.keys() - group.keys()
-        options.append(_with_defaults(group, groups) if missing else {})
+        options.append(_edited_group_with_defaults(group, groups) if missing else {})
         params = group["params"]
-        members.append(named_members([params] if isinstance(params, Tensor) else params))
+        members.append(named_group_members([params] if isinstance(params, Tensor) else params))
     # Nothing has been changed so far, so a refused edit can be corrected.
-    _check_members(groups, [list(given.parameters) for given in members])
-    names = _names_of(groups, members)
+    _check_edited_members(groups, [list(given.parameters) for given in members])
+    names = _names_of_edited_groups(groups, members)
     return [
         {**own, "params": list(given.parameters), "param_names": called}
         for own, given, called in zip(options, members, names, strict=True)
     ]
 
 
-def _with_defaults(group: Group, groups: ParameterGroups) -> Group:
+def _edited_group_with_defaults(group: Group, groups: ParameterGroups) -> Group:
     given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    return {**groups.defaults, **with_checked_options(given, groups.optimizer)}
+    return {**groups.defaults, **group_with_checked_options(given, groups.optimizer)}
 
 
-def _check_members(groups: ParameterGroups, members: Sequence[Sequence[Any]]) -> None:
+def _check_edited_members(groups: ParameterGroups, members: Sequence[Sequence[Any]]) -> None:
     former = {id(p): p for own in groups.trained for p in own}
     seen: dict[int, int] = {}
     for at, own in enumerate(members):
@@ -83,7 +83,7 @@ def _check_members(groups: ParameterGroups, members: Sequence[Sequence[Any]]) ->
         )
 
 
-def _names_of(groups: ParameterGroups, members: Sequence[Named]) -> list[list[str]]:
+def _names_of_edited_groups(groups: ParameterGroups, members: Sequence[NamedParameters]) -> list[list[str]]:
     # 1. Names of parameters that are still there.
     rows = zip(groups.names, groups.trained, strict=True)
     kept = {id(p): name for names, own in rows for name, p in zip(names, own, strict=True)}

@@ -29,9 +29,9 @@ import torch.optim
 from torch import Tensor
 from torch.nn import Module
 
-from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.optimizer.base import canonical_options
-from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
+from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain_torch_option
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, SchedulerInUseError, UnknownNameError
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.parallel import DataParallel
@@ -50,7 +50,7 @@ _AS_IT_IS = frozenset({bool, int, float, str, type(None)})
 """Types of options that are sent unchanged."""
 
 
-class Named(NamedTuple):
+class NamedParameters(NamedTuple):
     names: Sequence[str | None]
     parameters: Sequence[Tensor | Sequence[Tensor]]
     """Each is a parameter, or a list of its replicas."""
@@ -78,7 +78,7 @@ class ParameterGroups:
         """The parameters of each group, with replicas, as laid out; scripts may have edited `live` since."""
         self._known: list[Group] = []
         self._option_names: Sequence[str] | None = (
-            None if is_foreign(optimizer) else group_option_names(optimizer)
+            None if is_foreign_optimizer(optimizer) else group_option_names(optimizer)
         )
         """None for an unknown torch class, whose groups may have any entries."""
         self._last: dict[str, Any] = {}
@@ -138,10 +138,15 @@ class ParameterGroups:
         for group in self.live:
             names = self._option_names
             if names is None:
-                names = [n for n in group if n not in _LISTS | NOTES and is_plain(plain_number(group[n]))]
+                names = [
+                    n
+                    for n in group
+                    if n not in _LISTS | NOTES and is_plain_torch_option(plain_number(group[n]))
+                ]
             try:
                 found = {
-                    n: group[n] if type(group[n]) in _AS_IT_IS else _plain_option(n, group[n]) for n in names
+                    n: group[n] if type(group[n]) in _AS_IT_IS else _plain_group_option(n, group[n])
+                    for n in names
                 }
             except KeyError as error:
                 raise ConfigurationError(
@@ -154,7 +159,7 @@ class ParameterGroups:
         for name in ("lr_mult", "wd_mult"):
             values = [getattr(p, name, None) for p in memory.parameters] if has_attributes else ()
             given = {i: value for i, value in enumerate(values) if value is not None and value != 1}
-            options[name] = _checked_multipliers(name, given, memory.names) if given else given
+            options[name] = _checked_group_multipliers(name, given, memory.names) if given else given
         # 3. Check what has changed.
         if options != self._last:
             if options["lr_mult"] and not any("lr" in group for group in self.live):
@@ -163,7 +168,7 @@ class ParameterGroups:
                     f"{self.optimizer.registered_name} has no learning rate"
                 )
             for group in options["groups"]:
-                check_options(self.optimizer, group)
+                check_group_options(self.optimizer, group)
             self._last = options
         return self._last
 
@@ -261,7 +266,7 @@ class UpdateCounter:
         self._set = None
 
 
-def is_foreign(optimizer: Optimizer) -> bool:
+def is_foreign_optimizer(optimizer: Optimizer) -> bool:
     """Return whether this is an unknown torch class, whose groups may have any entries."""
     return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
@@ -285,7 +290,7 @@ def collect_groups(params: Any, taken: Collection[str] = ()) -> tuple[list[Group
         for name, given in zip(named.names, named.parameters, strict=True):
             # 1. Skip parameters that were seen. Usually this is a plain leaf, and there may be thousands.
             is_leaf = isinstance(given, Tensor) and given.is_leaf
-            replicas = (given,) if is_leaf else _checked_replicas(name, given)
+            replicas = (given,) if is_leaf else _checked_group_replicas(name, given)
             first = id(replicas[0]) if replicas else 0
             if first in seen and list(map(id, seen[first])) == list(map(id, replicas)):
                 continue
@@ -315,13 +320,13 @@ def unused_number(at: int, *taken: Collection[str]) -> str:
     return str(at)
 
 
-def _checked_replicas(name: str | None, given: Any) -> tuple[Any, ...]:
+def _checked_group_replicas(name: str | None, given: Any) -> tuple[Any, ...]:
     is_one = isinstance(given, Tensor) or not isinstance(given, Sequence)
     replicas = (given,) if is_one else tuple(given)
     what = "a parameter" if name is None else repr(name)
     for parameter in replicas:
         if not isinstance(parameter, Tensor):
-            raise ArgumentTypeError(f"{_type_problem(parameter)} for {what}")
+            raise ArgumentTypeError(f"{_group_type_problem(parameter)} for {what}")
         if not parameter.is_leaf:
             raise ConfigurationError(
                 f"{what} is the result of a computation; only leaf tensors can be trained"
@@ -329,34 +334,34 @@ def _checked_replicas(name: str | None, given: Any) -> tuple[Any, ...]:
     return replicas
 
 
-def _split_groups(params: Any) -> list[tuple[Group, Named]]:
+def _split_groups(params: Any) -> list[tuple[Group, NamedParameters]]:
     if isinstance(params, Tensor):
         raise ArgumentTypeError(
             "parameters must come in a list or a dict; got a single tensor, put it in a list"
         )
-    items = [] if isinstance(params, Mapping | Module) else list(_check_params_are_ordered(params))
+    items = [] if isinstance(params, Mapping | Module) else list(_check_group_order(params))
     if not items or not all(isinstance(item, dict) for item in items):
-        return [({}, named_members(items or params))]
-    found: list[tuple[Group, Named]] = []
+        return [({}, named_group_members(items or params))]
+    found: list[tuple[Group, NamedParameters]] = []
     for given in items:
         options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
         if "params" not in given:
             got = ", ".join(map(str, given)) or "nothing"
             raise ConfigurationError(f"a parameter group needs 'params'; got only {got}")
         inner, names = given["params"], given.get("param_names")
-        named = named_members([inner] if isinstance(inner, Tensor) else inner)
+        named = named_group_members([inner] if isinstance(inner, Tensor) else inner)
         if names is not None and len(names) != len(named.parameters):
             raise ConfigurationError(
                 f"a parameter group has {len(named.parameters)} parameters but {len(names)} param_names; give a name "
                 "to each"
             )
         if names is not None:
-            named = Named(list(map(str, names)), named.parameters, True)
+            named = NamedParameters(list(map(str, names)), named.parameters, True)
         found.append((options, named))
     return found
 
 
-def named_members(params: Any) -> Named:
+def named_group_members(params: Any) -> NamedParameters:
     """Return the parameters and their names, if any, of a module, a mapping, or an iterable of parameters or pairs.
 
     Raises:
@@ -369,26 +374,26 @@ def named_members(params: Any) -> Named:
         params = params.named_parameters()
     elif isinstance(params, Mapping):
         keys = sorted(params, key=str)
-        return Named(list(map(str, keys)), [params[key] for key in keys], True)
+        return NamedParameters(list(map(str, keys)), [params[key] for key in keys], True)
     names, given = list[str | None](), []
-    for item in _check_params_are_ordered(params):
+    for item in _check_group_order(params):
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         names.append(item[0] if is_named else None)
         given.append(item[1] if is_named else item)
-    return Named(names, given, not is_module and any(name is not None for name in names))
+    return NamedParameters(names, given, not is_module and any(name is not None for name in names))
 
 
-def _check_params_are_ordered(params: Any) -> Iterable[Any]:
+def _check_group_order(params: Any) -> Iterable[Any]:
     if isinstance(params, Set):
         raise ArgumentTypeError(
             "a set of parameters has no order that all workers share; give a list or a dict"
         )
     if not isinstance(params, Iterable) or isinstance(params, str | bytes):
-        raise ArgumentTypeError(_type_problem(params))
+        raise ArgumentTypeError(_group_type_problem(params))
     return params
 
 
-def _type_problem(got: Any) -> str:
+def _group_type_problem(got: Any) -> str:
     return f"expected a Module, or a list or dict of parameters, got {type(got).__name__}"
 
 
@@ -428,11 +433,11 @@ def make_groups(
     parameters. The other arguments are those of `collect_groups`.
     """
     groups, are_given = collect_groups(params, taken)
-    _check_finite(optimizer, optimizer.plain_hyper())
+    _check_finite_group_options(optimizer, optimizer.plain_hyper())
     optimizer.try_out(optimizer.hyper)
     if isinstance(given, torch.optim.Optimizer):
         return _groups_of(given, groups), are_given
-    return [with_checked_options(group, optimizer) for group in groups], are_given
+    return [group_with_checked_options(group, optimizer) for group in groups], are_given
 
 
 def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list[Group]:
@@ -460,7 +465,7 @@ def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list
     ]
 
 
-def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
+def group_with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     """Return a parameter group with its options under their canonical names, checked for the optimizer.
 
     Raises:
@@ -470,7 +475,7 @@ def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     options = {name: value for name, value in group.items() if name not in kept}
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
         optimizer.check_foreign(options)
-        return {**kept, **check_options(optimizer, options)}
+        return {**kept, **check_group_options(optimizer, options)}
     # Only the names of the optimizer's options matter here; except for betas, since a group may set one of the two.
     known = {
         name: optimizer.hyper[name] if name == "betas" else None for name in group_option_names(optimizer)
@@ -481,7 +486,7 @@ def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
             f"a parameter group has lr={options['lr']!r}, but {optimizer.lr_scheduler!r} decides the learning rate of "
             "every group; leave it out, and set lr_mult on parameters whose rate should differ"
         )
-    return {**kept, **check_options(optimizer, options)}
+    return {**kept, **check_group_options(optimizer, options)}
 
 
 def group_option_names(optimizer: Optimizer) -> tuple[str, ...]:
@@ -491,42 +496,46 @@ def group_option_names(optimizer: Optimizer) -> tuple[str, ...]:
 def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return the entries of a group that are saved: options and plain marks of schedules; for a foreign class, all."""
     found = {name: value for name, value in group.items() if name not in _LISTS}
-    if is_foreign(optimizer):
+    if is_foreign_optimizer(optimizer):
         return found
     known = {*group_option_names(optimizer), *NOTES}
-    return {name: value for name, value in found.items() if name in known or is_plain(plain_number(value))}
+    return {
+        name: value
+        for name, value in found.items()
+        if name in known or is_plain_torch_option(plain_number(value))
+    }
 
 
-def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
+def check_group_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
     """Check options of a group with the optimizer's own constructor; return them as it converts them."""
-    _check_finite(optimizer, options)
-    if is_foreign(optimizer) or not options:
+    _check_finite_group_options(optimizer, options)
+    if is_foreign_optimizer(optimizer) or not options:
         return options
     spec = {"name": optimizer.registered_name, "hyper": {**optimizer.plain_hyper(), **options}}
     try:
-        built = create_from_spec(spec)
+        built = create_optimizer_from_spec(spec)
     except UnknownNameError:  # an instance of a class that was never registered
         return options
     optimizer.try_out(built.hyper)
     return {name: built.hyper[name] for name in options}
 
 
-def option_problems(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Iterator[str]:
+def group_option_problems(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Iterator[str]:
     """Yield the reasons why the optimizer does not accept options of saved groups. Missing options are accepted."""
     for at, options in enumerate(groups):
         known = {
             name: plain_number(options[name]) for name in group_option_names(optimizer) if name in options
         }
         try:
-            check_options(optimizer.without_scheduler(), known)
+            check_group_options(optimizer.without_scheduler(), known)
         except ConfigurationError as error:
             yield f"the options of group {at} are not valid here: {error}"
         except Exception as error:  # torch's classes compare values before they check types
             yield f"the options of group {at} cannot be read ({type(error).__name__}: {error})"
 
 
-def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-    must_be_finite = _NUMBERS & options.keys() if is_foreign(optimizer) else options
+def _check_finite_group_options(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    must_be_finite = _NUMBERS & options.keys() if is_foreign_optimizer(optimizer) else options
     for name in must_be_finite:
         values = options[name] if isinstance(options[name], tuple) else (options[name],)
         # Checked here, because a server that fails in the middle of an update cannot continue.
@@ -547,14 +556,16 @@ def plain_number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value
 
 
-def _plain_option(name: str, value: Any) -> Any:
+def _plain_group_option(name: str, value: Any) -> Any:
     found = plain_number(value)
     if getattr(found, "shape", ()):
         raise ConfigurationError(f"{name} must be one value, got {value!r:.80}")
     return found
 
 
-def _checked_multipliers(attribute: str, given: dict[int, Any], names: Sequence[str]) -> dict[int, float]:
+def _checked_group_multipliers(
+    attribute: str, given: dict[int, Any], names: Sequence[str]
+) -> dict[int, float]:
     found = dict(given)
     for i, value in given.items():
         try:

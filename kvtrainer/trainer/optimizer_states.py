@@ -4,14 +4,16 @@
 
 - a store, if that updates the weights: on servers, in slices, fetched and replaced through `StateHolder`;
 - a `ShardUpdate` in this process, which updates slices of the arenas exactly as a server does, to the bit;
-- a `JointUpdate`, for torch classes of unknown structure: it runs the torch optimizer itself on all parameters.
+- a `JointOptimizerUpdate`, for torch classes of unknown structure: it runs the torch optimizer itself on all
+parameters.
 
 State may arrive (from a file, or a torch instance) before its holder exists. It is then kept in `_pending`, and handed
 over when the holder is created (`hand_over`). State of parameters that a script took out of the groups is kept in
 `_outside`, and returns with them.
 
-An update that raises leaves weights and state as they were: `Shard` guarantees it for slices; `JointUpdate` takes a
-snapshot before each step and restores it. `StateView` shows the state as torch's optimizers do, in `trainer.state`.
+An update that raises leaves weights and state as they were: `Shard` guarantees it for slices; `JointOptimizerUpdate`
+takes a snapshot before each step and restores it. `OptimizerStateView` shows the state as torch's optimizers do, in
+`trainer.state`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.apply import is_half, refresh_master
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
-from kvstore_server.optimizer.trees import clone_tree, flatten, is_composed, map_tree
+from kvstore_server.optimizer.trees import clone_tree, flatten_trees, is_composed_tensor, map_tree
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, apply_decision
@@ -48,7 +50,7 @@ from kvtrainer.states.format import (
     read_states,
 )
 from kvtrainer.sync.binding import Binding
-from kvtrainer.trainer.groups import ParameterGroups, option_problems
+from kvtrainer.trainer.groups import ParameterGroups, group_option_problems
 from kvtrainer.types import Group
 
 
@@ -111,7 +113,7 @@ class ShardUpdate:
 class OptimizerStates:
     def __init__(self, groups: ParameterGroups, memory: Memory, binding: Binding) -> None:
         self._groups, self._memory, self._binding = groups, memory, binding
-        self.here: list[ShardUpdate | JointUpdate] = []
+        self.here: list[ShardUpdate | JointOptimizerUpdate] = []
         """What updates the parameters of each device in this process; empty until they are laid out."""
         self._pending: dict[int, State] | None = None
         """State that its holder has not received yet."""
@@ -147,7 +149,7 @@ class OptimizerStates:
         self.take(moved)
 
     @property
-    def holder(self) -> StateHolder | JointUpdate | None:
+    def holder(self) -> StateHolder | JointOptimizerUpdate | None:
         """Where the state is; for replicas, the first one's. None before it has a place, here or in a store."""
         if self._binding.updates_weights:
             return self._binding.holder
@@ -163,17 +165,17 @@ class OptimizerStates:
         return self._binding.updates_weights and self._binding.holder is not None
 
     @property
-    def joint(self) -> JointUpdate | None:
+    def joint(self) -> JointOptimizerUpdate | None:
         """The joint update of all parameters, if any, which has the state of the torch optimizer itself."""
         holder = self.holder
-        return holder if isinstance(holder, JointUpdate) else None
+        return holder if isinstance(holder, JointOptimizerUpdate) else None
 
     def current(self, keys: Sequence[int] | None = None) -> Mapping[int, State]:
         """Fetch the state of those keys (None: all) that were updated. Blocks."""
         if self._pending is not None:
             return {key: state for key, state in self._pending.items() if keys is None or key in keys}
         holder = self.holder
-        if isinstance(holder, JointUpdate):
+        if isinstance(holder, JointOptimizerUpdate):
             return holder.states()
         return {} if holder is None else export_states(self._plan, holder, keys)
 
@@ -242,8 +244,8 @@ class OptimizerStates:
                 "state_dict() of a Trainer or of a torch optimizer has returned"
             )
         saved, states = state_dict["param_groups"], state_dict["state"]
-        _check_form(saved, states)
-        states = with_number_keys(states)
+        _check_form_of_states(saved, states)
+        states = states_with_number_keys(states)
         mine, theirs = ([len(group["params"]) for group in given] for given in (self._groups.live, saved))
         if mine != theirs:
             raise StateMismatchError(
@@ -251,7 +253,7 @@ class OptimizerStates:
                 f"{mine}; load the states of the same model with the same groups"
             )
         # 2. The options must be valid, even if they are adopted later.
-        if problems := list(option_problems(saved, self._groups.optimizer)):
+        if problems := list(group_option_problems(saved, self._groups.optimizer)):
             raise StateMismatchError(
                 f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}"
             )
@@ -273,7 +275,7 @@ class OptimizerStates:
         """Load the state_dict of the optimizer that updates all parameters jointly."""
         counts: dict[int, int] = {}
         for one in reversed(self.here):
-            assert isinstance(one, JointUpdate)
+            assert isinstance(one, JointOptimizerUpdate)
             counts = one.load_state_dict(state_dict)
         self._groups.bind(self._groups.live)
         self._groups.counts.restore(counts, len(self._memory.names))
@@ -286,7 +288,7 @@ class OptimizerStates:
 
     def _import_states(self, states: Mapping[int, State], others_stay: bool = False) -> None:
         for holder, device in self._holders():
-            if isinstance(holder, JointUpdate):
+            if isinstance(holder, JointOptimizerUpdate):
                 holder.put(states)
             else:
                 optimizer = self._groups.optimizer
@@ -304,14 +306,14 @@ class OptimizerStates:
         is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
         return state if is_counted else {name: value for name, value in state.items() if name != "step"}
 
-    def _holders(self) -> Sequence[tuple[StateHolder | JointUpdate, torch.device]]:
+    def _holders(self) -> Sequence[tuple[StateHolder | JointOptimizerUpdate, torch.device]]:
         if self._binding.updates_weights:
             return [] if self._binding.holder is None else [(self._binding.holder, torch.device("cpu"))]
         return [
             (one, device.arena.device) for one, device in zip(self.here, self._memory.devices, strict=False)
         ]
 
-    def _update_of(self, device: DeviceMemory) -> ShardUpdate | JointUpdate:
+    def _update_of(self, device: DeviceMemory) -> ShardUpdate | JointOptimizerUpdate:
         groups, optimizer, has_replicas = self._groups, self._groups.optimizer, self._memory.has_replicas
         # Replicas without a store are updated separately, so there is no state common to all.
         can_join = not self._binding.updates_weights and not (has_replicas and self._binding.is_alone)
@@ -326,10 +328,10 @@ class OptimizerStates:
                 for name, value in own.items():
                     live.setdefault(name, value)
             made.param_groups = groups.live
-        return JointUpdate(device, made, lambda: groups.live, optimizer)
+        return JointOptimizerUpdate(device, made, lambda: groups.live, optimizer)
 
 
-def with_number_keys(states: Mapping[Any, Any]) -> dict[Any, Any]:
+def states_with_number_keys(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """Merge the entries under "0", "1", … into those under 0, 1, …
 
     torch.distributed.checkpoint loads an entry that is not a tensor under the text of its parameter's number. Under
@@ -341,7 +343,7 @@ def with_number_keys(states: Mapping[Any, Any]) -> dict[Any, Any]:
     return found
 
 
-def _check_form(groups: Any, states: Any) -> None:
+def _check_form_of_states(groups: Any, states: Any) -> None:
     """Raise StateMismatchError unless both have the form of a torch state_dict. Contents are not checked."""
     is_fit = isinstance(groups, list | tuple) and isinstance(states, Mapping)
     for group in groups if is_fit else ():
@@ -357,7 +359,7 @@ def _check_form(groups: Any, states: Any) -> None:
         )
 
 
-class StateView(Mapping[Tensor, State]):
+class OptimizerStateView(Mapping[Tensor, State]):
     """The optimizer state by parameter, as torch's optimizers show it: copies, fetched when it is read.
 
     A parameter without state has an empty one. Assignment replaces a parameter's state, on a server too: do it on every
@@ -409,7 +411,7 @@ class StateView(Mapping[Tensor, State]):
         return repr(dict(self.items()))
 
 
-class JointUpdate:
+class JointOptimizerUpdate:
     """Updates all parameters with one torch optimizer, as torch runs it, for classes of unknown structure.
 
     Such a class may keep anything in its groups, attributes and state. It runs on the parameters themselves, with the
@@ -484,7 +486,7 @@ class JointUpdate:
         """Restore weights, state and groups if the block raises. The optimizer's error says so."""
         weights = self._device.arena.weights
         former = {dtype: flat.clone() for dtype, flat in weights.items()}
-        taken, masters = _Snapshot(self.instance), clone_tree(self._masters)
+        taken, masters = _OptimizerSnapshot(self.instance), clone_tree(self._masters)
         self.was_undone = False
         try:
             yield
@@ -516,7 +518,7 @@ class JointUpdate:
         loading that they are no real state. Empty if the class cannot take a step with zero gradients.
         """
         # 1. Replace the parameters by zeros with zero gradients.
-        taken = _Snapshot(self.instance)
+        taken = _OptimizerSnapshot(self.instance)
         groups = [self._optimizer.with_tensors(group) for group in self.instance.param_groups]
         for group in groups:
             members = [
@@ -536,17 +538,20 @@ class JointUpdate:
             return {}
         finally:
             taken.restore()
-        return {at: _as_placeholder(state) for at, state in states.items() if state}
+        return {at: _as_placeholder_state(state) for at, state in states.items() if state}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> dict[int, int]:
         """Let the optimizer load its state. Return the number of updates of each key."""
         # 1. Split the state: the class's own entries, float32 copies, and what its constructor had created. It is
         # copied first, because torch continues in the memory that it is given.
-        states, taken = clone_tree(with_number_keys(given.get("state", {}))), _Snapshot(self.instance)
+        states, taken = (
+            clone_tree(states_with_number_keys(given.get("state", {}))),
+            _OptimizerSnapshot(self.instance),
+        )
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
         made_first = {at for key, at in enumerate(order) if key in self._first}
-        states = {at: one for at, one in states.items() if at in made_first or not _is_placeholder(one)}
-        own = {at: _as_torch_state(state) if at in order else state for at, state in states.items()}
+        states = {at: one for at, one in states.items() if at in made_first or not _is_placeholder_state(one)}
+        own = {at: _as_torch_optimizer_state(state) if at in order else state for at, state in states.items()}
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}
         first = {at: clone_tree(self._first[key]) for key, at in enumerate(order) if key in self._first}
         # If there was only the store's count, the class keeps no state for this parameter.
@@ -565,12 +570,16 @@ class JointUpdate:
             ) from error
         # 3. Undo torch's conversions, and adopt counts, copies and options.
         for key, at in enumerate(order):
-            self._counts[key] = _step_count(states[at].get("step", 1)) if states.get(at) else 0
+            self._counts[key] = _optimizer_step_count(states[at].get("step", 1)) if states.get(at) else 0
             kept = self.instance.state.get(self._parameters[key])
             if isinstance(kept, dict) and at in own:
                 # "step" stays as torch has converted it, since its kernels require that form.
                 kept.update(
-                    {name: _like_given(kept[name], own[at].get(name)) for name in kept if name != "step"}
+                    {
+                        name: _state_like_given(kept[name], own[at].get(name))
+                        for name in kept
+                        if name != "step"
+                    }
                 )
         self._masters = {key: masters[at] for key, at in enumerate(order) if at in masters}
         for live, loaded in zip(self._groups(), self.instance.param_groups, strict=True):
@@ -580,7 +589,7 @@ class JointUpdate:
     def shared(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return plain values and tensors in its state_dict beside groups and parameters' state, flattened."""
         rest = {n: v for n, v in self.instance.state_dict().items() if n not in ("state", "param_groups")}
-        found = flatten(rest)
+        found = flatten_trees(rest)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return {name: value for name, value in found.items() if name not in tensors}, tensors
 
@@ -703,7 +712,7 @@ class JointUpdate:
 _LISTS = ("params", "param_names")
 
 
-class _Snapshot:
+class _OptimizerSnapshot:
     """Everything that a torch optimizer keeps, so that it can be restored."""
 
     def __init__(self, instance: torch.optim.Optimizer) -> None:
@@ -722,7 +731,7 @@ class _Snapshot:
             group.update(entries)
 
 
-def _as_torch_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def _as_torch_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Restore the class's own step count, which the store's count had replaced."""
     if OWN_COUNT not in state:
         return dict(state)
@@ -730,31 +739,35 @@ def _as_torch_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return entries if state[OWN_COUNT] is None else {**entries, "step": state[OWN_COUNT]}
 
 
-def _as_placeholder(state: State) -> State:
-    """Return the entries marked as no real state; see `_is_placeholder`."""
+def _as_placeholder_state(state: State) -> State:
+    """Return the entries marked as no real state; see `_is_placeholder_state`."""
     if "step" in state:
         step = state["step"]
         return {**state, "step": torch.zeros_like(step) if isinstance(step, Tensor) else 0}
 
     def placeholder(one: Any) -> Any:
-        is_filled = isinstance(one, Tensor) and one.is_floating_point() and not is_composed(one)
+        is_filled = isinstance(one, Tensor) and one.is_floating_point() and not is_composed_tensor(one)
         return torch.full_like(one, -0.0) if is_filled else one
 
     made: State = map_tree(placeholder, state)
     return made
 
 
-def _is_placeholder(state: Any) -> bool:
+def _is_placeholder_state(state: Any) -> bool:
     """Return whether entries were made by `_placeholder_state`: their count is 0, or all numbers are negative zeros."""
     if not isinstance(state, Mapping):
         return False
     if "step" in state:
-        return _step_count(state["step"]) == 0
-    tensors = [one for one in flatten(state).values() if isinstance(one, Tensor) and not is_composed(one)]
+        return _optimizer_step_count(state["step"]) == 0
+    tensors = [
+        one
+        for one in flatten_trees(state).values()
+        if isinstance(one, Tensor) and not is_composed_tensor(one)
+    ]
     return bool(tensors) and all(bool((one.signbit() & (one == 0)).all()) for one in tensors)
 
 
-def _like_given(kept: Any, given: Any) -> Any:
+def _state_like_given(kept: Any, given: Any) -> Any:
     """Undo what torch's load_state_dict does to a state beside copying it to a device.
 
     It rebuilds every iterable from its items, even text, and converts every tensor to the dtype of the parameter.
@@ -767,14 +780,16 @@ def _like_given(kept: Any, given: Any) -> Any:
     if isinstance(kept, str) and isinstance(given, str):
         return given if kept.startswith("<generator object") else kept
     if isinstance(kept, dict) and isinstance(given, Mapping):
-        made = {name: _like_given(one, given[name]) if name in given else one for name, one in kept.items()}
+        made = {
+            name: _state_like_given(one, given[name]) if name in given else one for name, one in kept.items()
+        }
         return OrderedDict(made) if type(given) is OrderedDict else made
     if type(kept) in (list, tuple) and type(kept) is type(given) and len(kept) == len(given):
-        return type(kept)(map(_like_given, kept, given))
+        return type(kept)(map(_state_like_given, kept, given))
     return kept
 
 
-def _step_count(step: Any) -> int:
+def _optimizer_step_count(step: Any) -> int:
     return (
         int(step) if isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1) else 1
     )

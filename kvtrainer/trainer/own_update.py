@@ -15,8 +15,8 @@ import torch
 
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvtrainer.errors import WorkerLostError
-from kvtrainer.states.format import SavedStates, pack, unpack
-from kvtrainer.states.surviving_memory import Versions
+from kvtrainer.states.format import SavedStates, pack_state_file, unpack_state_file
+from kvtrainer.states.surviving_memory import SurvivingVersions
 from kvtrainer.sync.client_state import ASSIGNED, ClientRecord
 from kvtrainer.trainer.saving import export_trainer_states
 from kvtrainer.trainer.step import StepPipeline
@@ -33,9 +33,9 @@ class EndedRound(NamedTuple):
 
 def store_update(pipeline: StepPipeline) -> None:
     """Let weights and all states, with which the coming round begins, outlive this process."""
-    section, holder = _section(pipeline), pipeline.binding.holder
+    section, holder = _own_update_section(pipeline), pipeline.binding.holder
     assert holder is not None
-    tensors, metadata = pack(export_trainer_states(pipeline))
+    tensors, metadata = pack_state_file(export_trainer_states(pipeline))
     found = {_WEIGHTS + dtype: flat for dtype, flat in pipeline.memory.arena.weights.items()}
     found |= {_STATES + name: tensor for name, tensor in tensors.items()}
     section.write(holder.round - 1, found, pack_control(metadata))
@@ -59,7 +59,7 @@ def repeat_update(
     holder, assigned = pipeline.binding.holder, last.kind == ASSIGNED
     assert holder is not None
     wanted = holder.round - 1
-    found = _section(pipeline).find(wanted)
+    found = _own_update_section(pipeline).find(wanted)
     if found is None or found.mark != wanted:
         raise WorkerLostError(
             f"the former process of this rank updated its weights itself, and what it had before round {wanted} is not "
@@ -70,7 +70,7 @@ def repeat_update(
         name.removeprefix(_STATES): value for name, value in found.tensors.items() if name.startswith(_STATES)
     }
     if last.own["options"][1] is not None:  # there was a step
-        adopt(unpack(states, unpack_control(found.extra)))
+        adopt(unpack_state_file(states, unpack_control(found.extra)))
     with torch.no_grad():
         for dtype, flat in pipeline.memory.arena.weights.items() if not assigned else ():
             flat.copy_(found.tensors[_WEIGHTS + dtype])
@@ -88,7 +88,7 @@ def repeat_update(
     pipeline.memory.accept_writes(pipeline.binding.has_weights)
 
 
-def _section(pipeline: StepPipeline) -> Versions:
+def _own_update_section(pipeline: StepPipeline) -> SurvivingVersions:
     survivors = pipeline.binding.survivors
     assert survivors is not None
     return survivors.sections[1]

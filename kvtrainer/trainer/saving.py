@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvstore_server.check import is_number
 from kvstore_server.optimizer import Optimizer, lr_scheduler
-from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain
-from kvstore_server.optimizer.trees import decode, unflatten
+from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain_torch_option
+from kvstore_server.optimizer.trees import decode_tree_entry, unflatten_trees
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.options.loss_scaler import scaler_from_state
-from kvtrainer.states.format import SavedParameter, SavedStates, encode_entry, saved_problems
+from kvtrainer.options.loss_scaler import loss_scaler_from_state
+from kvtrainer.states.format import SavedParameter, SavedStates, encode_state_entry, saved_state_problems
 from kvtrainer.sync.binding import WorkerResiduals
-from kvtrainer.trainer.groups import kept_entries, option_problems, plain_number
+from kvtrainer.trainer.groups import group_option_problems, kept_entries, plain_number
 from kvtrainer.trainer.step import StepPipeline
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
         if len(residuals.values) > 1:
             extra[_RESIDUALS]["devices"] = len(residuals.values)
         for at, values in enumerate(residuals.values):
-            tensors[_residual_section(at)] = {
+            tensors[_saved_residual_section(at)] = {
                 pipeline.memory.names[key]: value for key, value in values.items()
             }
     return SavedStates({}, 0, [], {}, extra, tensors)
@@ -70,7 +70,9 @@ def export_trainer_states(pipeline: StepPipeline) -> SavedStates:
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
         plain_values, own.tensors[_OPTIMIZER] = shared
         of = f"{type(joint.instance).__name__}.state_dict()"
-        own.extra[_OPTIMIZER] = {name: encode_entry(of, name, value) for name, value in plain_values.items()}
+        own.extra[_OPTIMIZER] = {
+            name: encode_state_entry(of, name, value) for name, value in plain_values.items()
+        }
     options = [
         {name: plain_number(value) for name, value in kept_entries(group, optimizer).items()}
         for group in pipeline.groups.live
@@ -80,16 +82,16 @@ def export_trainer_states(pipeline: StepPipeline) -> SavedStates:
         # A plain number, so that the file's header lists the step count with the parameter.
         state = {**states[key], "step": int(states[key]["step"])} if key in states else {}
         parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, spec.group, state)
-    described, num_update = _describe_optimizer(optimizer), optimizer.num_update
+    described, num_update = _describe_saved_optimizer(optimizer), optimizer.num_update
     return SavedStates(described, num_update, options, parameters, own.extra, own.tensors)
 
 
 def check_fit(saved: SavedStates, pipeline: StepPipeline) -> None:
     """Raise StateMismatchError unless the states fit this Trainer; the message names every difference."""
     problems = [
-        *_optimizer_problems(saved.optimizer, pipeline),
-        *_parameter_problems(saved, pipeline),
-        *_part_problems(saved, pipeline),
+        *_saved_optimizer_problems(saved.optimizer, pipeline),
+        *_saved_parameter_problems(saved, pipeline),
+        *_saved_part_problems(saved, pipeline),
     ]
     if problems:
         raise StateMismatchError(
@@ -104,16 +106,16 @@ def as_state_dict(saved: SavedStates, names: Sequence[str]) -> dict[str, Any]:
     for at, name in enumerate(names):
         groups[saved.parameters[name].group]["params"].append(at)
     states = {at: saved.parameters[name].state for at, name in enumerate(names)}
-    saved_rest = {name: decode(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
+    saved_rest = {name: decode_tree_entry(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
     # "step" is the store's count. A torch class's own count is saved as OWN_COUNT; None if it keeps none.
     return {
         "state": {at: {OWN_COUNT: None, **state} for at, state in states.items() if state},
         "param_groups": groups,
-        **unflatten({**saved_rest, **saved.tensors.get(_OPTIMIZER, {})}),
+        **unflatten_trees({**saved_rest, **saved.tensors.get(_OPTIMIZER, {})}),
     }
 
 
-def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
+def adopt_other_saved_states(saved: SavedStates, pipeline: StepPipeline) -> None:
     """Restore what is not in a state_dict: options of the optimizer as a whole, and other parts of the Trainer."""
     # 1. The optimizer, and its scheduler.
     optimizer = pipeline.groups.optimizer
@@ -126,8 +128,8 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
             "the states were saved without lr_scheduler, so %r is not used any more", optimizer.lr_scheduler
         )
         optimizer.lr_scheduler = None
-    elif theirs not in (None, _CODE, _describe_optimizer(optimizer).get("lr_scheduler")):
-        optimizer.lr_scheduler = lr_scheduler.create_from_spec(theirs)
+    elif theirs not in (None, _CODE, _describe_saved_optimizer(optimizer).get("lr_scheduler")):
+        optimizer.lr_scheduler = lr_scheduler.create_scheduler_from_spec(theirs)
     # 2. The loss scaler, schedules and counts; residuals.
     adopt_parts(saved.extra, pipeline)
     pipeline.binding.take_residuals(saved_residuals(saved, pipeline.memory.names))
@@ -137,7 +139,7 @@ def adopt_parts(extra: Mapping[str, Any], pipeline: StepPipeline) -> None:
     """Restore the loss scaler, the schedules, and the count of backward passes, as in `SavedStates.extra`."""
     if _SCALER in extra:
         if pipeline.loss_scaler is None:
-            pipeline.loss_scaler = scaler_from_state(extra[_SCALER])
+            pipeline.loss_scaler = loss_scaler_from_state(extra[_SCALER])
         else:
             # Keep the object: it knows the scale of the present gradients, and the script may have a reference.
             pipeline.loss_scaler.load_state_dict(extra[_SCALER])
@@ -152,20 +154,22 @@ def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals
     place = saved.extra.get(_RESIDUALS)
     if place is None:
         return None
-    sections = [saved.tensors.get(_residual_section(at), {}) for at in range(place.get("devices", 1))]
+    sections = [saved.tensors.get(_saved_residual_section(at), {}) for at in range(place.get("devices", 1))]
     found = [{key: values[name] for key, name in enumerate(names) if name in values} for values in sections]
     return WorkerResiduals(place["rank"], place["num_workers"], found)
 
 
-def _residual_section(device: int) -> str:
+def _saved_residual_section(device: int) -> str:
     return f"{_RESIDUALS} {device}" if device else _RESIDUALS
 
 
-def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+def _describe_saved_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Return `Optimizer.spec`, also if the scheduler is code."""
     described = optimizer.without_scheduler().spec()
     # Options that are not plain are left out: the groups, which are saved separately, have them.
-    described["hyper"] = {name: value for name, value in described["hyper"].items() if is_plain(value)}
+    described["hyper"] = {
+        name: value for name, value in described["hyper"].items() if is_plain_torch_option(value)
+    }
     if optimizer.lr_scheduler is not None:
         try:
             described["lr_scheduler"] = optimizer.lr_scheduler.spec()
@@ -174,9 +178,9 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     return described
 
 
-def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Iterator[str]:
+def _saved_optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Iterator[str]:
     optimizer = pipeline.groups.optimizer
-    mine = _describe_optimizer(optimizer)
+    mine = _describe_saved_optimizer(optimizer)
     for name in _ON_SERVERS if pipeline.states.is_in_store else ():
         default = getattr(Optimizer, name, None)
         theirs, ours = saved.get(name, default), mine.get(name, default)
@@ -193,12 +197,12 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
         yield "the lr_scheduler was a function, which is not saved, so give the Trainer the same lr_scheduler"
     elif scheduler not in (None, _CODE):
         try:
-            lr_scheduler.create_from_spec(scheduler)
+            lr_scheduler.create_scheduler_from_spec(scheduler)
         except ConfigurationError as error:
             yield f"the lr_scheduler cannot be made here: {error}"
 
 
-def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
+def _saved_parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
     groups, optimizer, plan = pipeline.groups.live, pipeline.groups.optimizer, pipeline.memory.plan
     if len(saved.groups) != len(groups):
         yield f"the file has {len(saved.groups)} parameter groups, this Trainer has {len(groups)}"
@@ -206,15 +210,15 @@ def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[
         theirs = saved.parameters.get(spec.key)
         if theirs is not None and theirs.group != spec.group:
             yield f"{spec.key!r} is in group {theirs.group} in the file and in group {spec.group} here"
-    yield from option_problems(saved.groups, optimizer)
-    yield from saved_problems(saved, plan.specs, optimizer, "parameters", "this Trainer")
+    yield from group_option_problems(saved.groups, optimizer)
+    yield from saved_state_problems(saved, plan.specs, optimizer, "parameters", "this Trainer")
 
 
-def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
+def _saved_part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
     # 1. The loss scaler, tried on a copy.
     scaler, schedules, accumulation = pipeline.loss_scaler, pipeline.schedules, pipeline.accumulation
     try:
-        if _SCALER in saved.extra and scaler_from_state(saved.extra[_SCALER]) and scaler is not None:
+        if _SCALER in saved.extra and loss_scaler_from_state(saved.extra[_SCALER]) and scaler is not None:
             copy.deepcopy(scaler).load_state_dict(saved.extra[_SCALER])
     except ConfigurationError as error:
         yield f"{'the saved loss scaler' if scaler is None else type(scaler).__name__}: {error}"
@@ -231,8 +235,8 @@ def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
             except StateMismatchError as error:
                 yield str(error)
     try:
-        own = {name: decode(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
-        unflatten({**own, **saved.tensors.get(_OPTIMIZER, {})})
+        own = {name: decode_tree_entry(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
+        unflatten_trees({**own, **saved.tensors.get(_OPTIMIZER, {})})
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         yield f"the optimizer's own saved values cannot be read ({type(error).__name__}: {error})"
     # 3. The count of backward passes.

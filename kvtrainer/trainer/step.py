@@ -54,7 +54,7 @@ from kvtrainer.sync.binding import Binding
 from kvtrainer.sync.client_state import STEP
 from kvtrainer.trainer.group_edits import read_edited
 from kvtrainer.trainer.groups import ParameterGroups
-from kvtrainer.trainer.optimizer_states import JointUpdate, OptimizerStates
+from kvtrainer.trainer.optimizer_states import JointOptimizerUpdate, OptimizerStates
 from kvtrainer.types import NO_TARGETS, StepResult
 
 _log = logging.getLogger(__name__)
@@ -673,7 +673,7 @@ class StepPipeline:
             raise
         except BaseException:
             one = self.states.here[0]
-            if isinstance(one, JointUpdate) and one.was_undone:
+            if isinstance(one, JointOptimizerUpdate) and one.was_undone:
                 guard.is_incomplete = was_incomplete
             raise
 
@@ -728,7 +728,7 @@ class StepPipeline:
         self.binding.guard.begin()
         # 3. Update.
         for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
-            if isinstance(update, JointUpdate):
+            if isinstance(update, JointOptimizerUpdate):
                 device.tracker.forget()  # the optimizer may evaluate the loss again
                 update.apply(scale, own, effective, decision, again)
             else:

@@ -51,10 +51,10 @@ from kvtrainer.sync.client_state import ASSIGNED, pack_user_state
 from kvtrainer.sync.select import select_store
 from kvtrainer.trainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.trainer.join import join
-from kvtrainer.trainer.optimizer_states import OptimizerStates, StateView
+from kvtrainer.trainer.optimizer_states import OptimizerStates, OptimizerStateView
 from kvtrainer.trainer.resume import Resumption, describe_state, resume
 from kvtrainer.trainer.saving import (
-    adopt_rest,
+    adopt_other_saved_states,
     as_state_dict,
     check_fit,
     export_own_states,
@@ -853,13 +853,13 @@ class Trainer(torch.optim.Optimizer):
     # State.
 
     @property  # type: ignore[override]
-    def state(self) -> StateView:
+    def state(self) -> OptimizerStateView:
         """The optimizer state by parameter, wherever it is, with the entries of `state_dict`.
 
         Each access fetches a snapshot, and blocks for that; changes to what was read have no effect. `state[parameter]
         = {...}` replaces the state of one parameter; with servers, do it on every worker.
         """
-        return StateView(self._ready_states)
+        return OptimizerStateView(self._ready_states)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -991,7 +991,7 @@ class Trainer(torch.optim.Optimizer):
         """
         self.check_saved_states(saved)
         self.load_state_dict(as_state_dict(saved, self._pipeline.memory.names))
-        adopt_rest(saved, self._pipeline)
+        adopt_other_saved_states(saved, self._pipeline)
 
     def check_saved_states(self, saved: SavedStates) -> None:
         """Raise StateMismatchError unless `adopt_saved_states` can load this."""

@@ -51,7 +51,7 @@ class ServerStatus(NamedTuple):
     sent: Mapping[str, int] = {}
 
 
-class Worker(NamedTuple):
+class WatchedWorker(NamedTuple):
     """One rank of a job. Shares are fractions of the time between two reports."""
 
     rank: int
@@ -111,7 +111,7 @@ class RoundTimes(NamedTuple):
     """Sum of the durations."""
 
 
-class Job(NamedTuple):
+class WatchedJob(NamedTuple):
     """One group of workers on the servers."""
 
     name: str
@@ -126,18 +126,18 @@ class Job(NamedTuple):
     round_times: RoundTimes
     """From the server with the most rounds."""
     keys: int
-    workers: list[Worker]
+    workers: list[WatchedWorker]
     waits: list[WaitStatus]
     errors: list[str]
 
     @property
-    def slowest(self) -> Worker | None:
+    def slowest(self) -> WatchedWorker | None:
         """The worker that the others waited for longest, or None if none waited."""
         late = [one for one in self.workers if one.late > 0]
         return max(late, key=lambda one: one.late, default=None)
 
     @property
-    def last(self) -> Worker | None:
+    def last(self) -> WatchedWorker | None:
         """The worker that is furthest behind the first in asynchronous modes, or None."""
         behind = [one for one in self.workers if one.is_here and one.behind]
         return max(behind, key=lambda one: one.behind or 0, default=None)
@@ -165,25 +165,25 @@ class Job(NamedTuple):
         return sum(told) / len(told) if told else None
 
 
-class View(NamedTuple):
+class JobView(NamedTuple):
     """All servers and jobs at one moment."""
 
     at: float
     servers: list[ServerStatus]
-    jobs: list[Job]
+    jobs: list[WatchedJob]
 
 
-def view_of(before: JobStatus, now: JobStatus, addresses: Sequence[str]) -> View:
+def job_view_of(before: JobStatus, now: JobStatus, addresses: Sequence[str]) -> JobView:
     """Compute a view from what the servers at `addresses` reported at two moments."""
-    pairs = [(_same_process_before(*pair), pair[1]) for pair in zip(before.facts, now.facts, strict=True)]
-    seconds = [_seconds_between(*pair) for pair in pairs]
+    pairs = [(_same_server_before(*pair), pair[1]) for pair in zip(before.facts, now.facts, strict=True)]
+    seconds = [_seconds_between_reports(*pair) for pair in pairs]
     servers = [
         _server_status(*pair, passed, where)
         for pair, passed, where in zip(pairs, seconds, addresses, strict=True)
     ]
     names = dict.fromkeys(job["name"] for facts in now.facts if facts is not None for job in facts["jobs"])
     jobs = [
-        _merge_job(
+        _merge_reported_job(
             [
                 (_job_named(a, name), _job_named(b, name), passed)
                 for (a, b), passed in zip(pairs, seconds, strict=True)
@@ -191,15 +191,15 @@ def view_of(before: JobStatus, now: JobStatus, addresses: Sequence[str]) -> View
         )
         for name in names
     ]
-    return View(now.at, servers, [job for job in jobs if job.keys or not _has_inner(job.name, names)])
+    return JobView(now.at, servers, [job for job in jobs if job.keys or not _has_inner_job(job.name, names)])
 
 
-def _has_inner(name: str, names: Collection[str]) -> bool:
+def _has_inner_job(name: str, names: Collection[str]) -> bool:
     """Return whether a namespace contains others, as a store's contains its Trainers'. It needs keys to be shown."""
     return any(other.startswith(f"{name}/") for other in names)
 
 
-def as_values(view: View) -> dict[str, Any]:
+def job_view_as_values(view: JobView) -> dict[str, Any]:
     """Return a view as plain values, for JSON."""
     jobs = []
     for job in view.jobs:
@@ -224,13 +224,13 @@ def _job_named(facts: Facts | None, name: str) -> Facts | None:
     return next((job for job in jobs if job["name"] == name), None)
 
 
-def _same_process_before(before: Facts | None, now: Facts | None) -> Facts | None:
+def _same_server_before(before: Facts | None, now: Facts | None) -> Facts | None:
     """Return a server's earlier report if it is from the same process; a restarted server counts from zero."""
     is_same = before is not None and now is not None and before["uptime"] <= now["uptime"]
     return before if is_same else None
 
 
-def _seconds_between(before: Facts | None, now: Facts | None) -> float:
+def _seconds_between_reports(before: Facts | None, now: Facts | None) -> float:
     """Return the time between two reports on the server's clock, which is above 0."""
     return max(now["clock"] - before["clock"], 1e-9) if before is not None and now is not None else 1e-9
 
@@ -261,7 +261,7 @@ def _server_status(before: Facts | None, now: Facts | None, seconds: float, addr
     )
 
 
-def _merge_job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
+def _merge_reported_job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> WatchedJob:
     """Combine what the servers report about one job: (before, now, seconds between) for each server."""
     known = [(before or now, now, seconds) for before, now, seconds in told if now is not None]
     nows = [now for _, now, _ in known]
@@ -269,7 +269,7 @@ def _merge_job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
     busiest = max(nows, key=lambda one: one["rounds"])
     times = busiest["round_seconds"]
     ranks = range(min(first["num_workers"], len(first["workers"])))
-    return Job(
+    return WatchedJob(
         first["name"],
         f"ssp({first['staleness']})" if first["mode"] == "ssp" else first["mode"],
         first["num_workers"],
@@ -279,19 +279,19 @@ def _merge_job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
         max([one["age"] for one in nows]),
         RoundTimes(times["bounds"], times["counts"], times["sum"]),
         max([one["keys"] for one in nows]),
-        _with_distances([_merge_worker(known, rank) for rank in ranks]),
-        _merge_waits([WaitStatus(**one) for now in nows for one in now["waits"]]),
+        _workers_with_distances([_merge_reported_worker(known, rank) for rank in ranks]),
+        _merge_reported_waits([WaitStatus(**one) for now in nows for one in now["waits"]]),
         list(dict.fromkeys(one["text"] for now in nows for one in now["errors"])),
     )
 
 
-def _with_distances(workers: list[Worker]) -> list[Worker]:
+def _workers_with_distances(workers: list[WatchedWorker]) -> list[WatchedWorker]:
     """Set how far workers in asynchronous modes are behind the first one."""
     first = max([one.round for one in workers], default=-1)
     return [one if one.round < 0 else one._replace(behind=first - one.round) for one in workers]
 
 
-def _merge_waits(told: Sequence[WaitStatus]) -> list[WaitStatus]:
+def _merge_reported_waits(told: Sequence[WaitStatus]) -> list[WaitStatus]:
     """Merge reports of one wait by several servers, keeping the longest."""
     longest: dict[tuple[str, tuple[int, ...]], WaitStatus] = {}
     for one in sorted(told, key=lambda wait: wait.seconds):
@@ -314,7 +314,7 @@ def _seconds_waiting(job: Facts, rank: int) -> float:
     return max(waits, default=0.0)
 
 
-def _merge_worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
+def _merge_reported_worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> WatchedWorker:
     """Combine what the servers report about one worker."""
     # 1. The reports of this rank, and the newest of what the worker says about itself.
     told = [(before["workers"][rank], now["workers"][rank]) for before, now, _ in known]
@@ -338,7 +338,7 @@ def _merge_worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Wor
     def rate(name: str) -> float:
         return max(says.get(name, 0.0) - said.get(name, 0.0), 0.0) / passed if passed > 0 else 0.0
 
-    return Worker(
+    return WatchedWorker(
         rank=worst["rank"],
         state=worst["state"],
         why=worst["why"],

@@ -30,9 +30,18 @@ from typing import Any
 from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
-from kvstore_server.probe import look
-from kvtrainer.common.env import SERVERS, read_servers
-from kvtrainer.watch.job import SILENT, Job, JobStatus, ServerStatus, View, Worker, as_values, view_of
+from kvstore_server.probe import probe_servers
+from kvtrainer.common.env import SERVERS, read_servers_from_env
+from kvtrainer.watch.job import (
+    SILENT,
+    JobStatus,
+    JobView,
+    ServerStatus,
+    WatchedJob,
+    WatchedWorker,
+    job_view_as_values,
+    job_view_of,
+)
 
 WINDOW = 5.0
 """Rates are averages over this many seconds, so that they do not jump with workers' reports, one a second."""
@@ -53,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Wrong usage raises SystemExit with code 2.
     """
     # 1. Check the arguments.
-    parser = _make_parser()
+    parser = _make_top_parser()
     options = parser.parse_args(argv)
     try:
-        addresses = read_servers(os.environ, ",".join(options.servers) or None)
+        addresses = read_servers_from_env(os.environ, ",".join(options.servers) or None)
     except ConfigurationError as error:
         parser.exit(2, f"kvtop: {error}\n")
     if options.http is not None and not options.allow_public_bind and not is_loopback(options.http[0]):
@@ -70,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     views = follow_job(addresses, options.interval)
     try:
         if options.once or options.json:
-            return _print_once(next(views), options.json)
+            return _print_top_once(next(views), options.json)
         if options.http is not None:
             return _serve_page(views, options.with_parent, *options.http)
         return _show_live(views)
@@ -92,25 +101,25 @@ def follow_job(
     interval: float,
     clock: Callable[[], float] = time.time,
     pause: Callable[[float], None] = time.sleep,
-) -> Iterator[View]:
+) -> Iterator[JobView]:
     """Query servers repeatedly and yield a view each time, the first after one interval (seconds).
 
     Rates are averages over WINDOW seconds, or over one interval if that is longer.
     """
-    looks = deque([JobStatus(clock(), look(addresses, interval))])
+    looks = deque([JobStatus(clock(), probe_servers(addresses, interval))])
     while True:
         # Bounded on both sides, because the clock may be set back meanwhile.
         pause(min(interval, max(0.0, looks[-1].at + interval - clock())))
-        looks.append(JobStatus(clock(), look(addresses, interval)))
+        looks.append(JobStatus(clock(), probe_servers(addresses, interval)))
         while len(looks) > 2 and not 0 <= looks[-1].at - looks[0].at <= WINDOW:
             looks.popleft()
-        yield view_of(looks[0], looks[-1], addresses)
+        yield job_view_of(looks[0], looks[-1], addresses)
 
 
-def _print_once(view: View, as_json: bool) -> int:
+def _print_top_once(view: JobView, as_json: bool) -> int:
     """Print one view. The exit code is 1 if no server answered."""
     if as_json:
-        print(json.dumps(as_values(view)))
+        print(json.dumps(job_view_as_values(view)))
     else:
         from rich.console import Console
 
@@ -118,7 +127,7 @@ def _print_once(view: View, as_json: bool) -> int:
     return 0 if any(server.is_there for server in view.servers) else 1
 
 
-def _show_live(views: Iterator[View]) -> int:
+def _show_live(views: Iterator[JobView]) -> int:
     from rich.live import Live
 
     with Live(refresh_per_second=4, screen=sys.stdout.isatty()) as live:
@@ -127,7 +136,7 @@ def _show_live(views: Iterator[View]) -> int:
     return 0
 
 
-def _serve_page(views: Iterator[View], parent: int | None, host: str, port: int) -> int:
+def _serve_page(views: Iterator[JobView], parent: int | None, host: str, port: int) -> int:
     """Serve views over HTTP until Ctrl-C, a signal, or the end of a parent process."""
     page = Page(views, host, port)
     print(f"kvtop: the page is at {page.url}", flush=True)
@@ -135,7 +144,7 @@ def _serve_page(views: Iterator[View], parent: int | None, host: str, port: int)
     return 0
 
 
-def render_view(view: View) -> Any:
+def render_view(view: JobView) -> Any:
     """Return a view as a rich renderable."""
     from rich.console import Group
 
@@ -145,11 +154,13 @@ def render_view(view: View) -> Any:
         if job.last is not None:
             parts.append(f"rank {job.last.rank} is {job.last.behind} rounds behind the first")
         parts += [
-            _plain_text(f"waits {one.seconds:.1f} s: {one.what}, for {_format_ranks(one.missing)}", "yellow")
+            _plain_terminal_text(
+                f"waits {one.seconds:.1f} s: {one.what}, for {_format_ranks(one.missing)}", "yellow"
+            )
             for one in job.waits
             if one.seconds >= BRIEF
         ]
-        parts += [_plain_text(f"failed: {text}", "red") for text in job.errors[-3:]]
+        parts += [_plain_terminal_text(f"failed: {text}", "red") for text in job.errors[-3:]]
     if not any([one.is_there for one in view.servers]):
         parts.append("no server answers: has the job ended, or are these addresses of another one?")
     elif not view.jobs:
@@ -157,7 +168,7 @@ def render_view(view: View) -> Any:
     return Group(*parts)
 
 
-def _plain_text(text: str, style: str = "") -> Any:
+def _plain_terminal_text(text: str, style: str = "") -> Any:
     """Return untrusted text without markup and without control characters."""
     from rich.text import Text
 
@@ -181,7 +192,7 @@ def _servers_table(servers: Sequence[ServerStatus]) -> Any:
     return table
 
 
-def _workers_table(job: Job) -> Any:
+def _workers_table(job: WatchedJob) -> Any:
     from rich.table import Table
 
     age = _format_duration(job.age)
@@ -191,7 +202,7 @@ def _workers_table(job: Job) -> Any:
         title += f"; waits for rank {slowest.rank} {slowest.late:.0%} of the time"
     heads = ("rank", "where", "state", "steps/s", "samples/s", "works", "waits", "late", "loss", "last sign")
     tight: Any = {"box": None, "padding": (0, 1), "collapse_padding": True, "pad_edge": False}
-    table = Table(title=_plain_text(title, "italic"), title_justify="left", **tight)
+    table = Table(title=_plain_terminal_text(title, "italic"), title_justify="left", **tight)
     # On a narrow terminal the addresses are shortened.
     for head in heads:
         table.add_column(head, no_wrap=head != "where", overflow="ellipsis")
@@ -200,13 +211,13 @@ def _workers_table(job: Job) -> Any:
     return table
 
 
-def _worker_cells(one: Worker) -> list[Any]:
+def _worker_cells(one: WatchedWorker) -> list[Any]:
     state = one.state if one.round < 0 else f"{one.state}, round {one.round}"
     silent = "red" if one.silence >= SILENT else ""
     color = "red" if one.late >= 0.25 else "yellow" if one.late >= 0.05 else "green"
     return [
         str(one.rank),
-        _plain_text(one.address),
+        _plain_terminal_text(one.address),
         f"{state}, done" if one.is_done else state,
         f"{one.steps:.1f}",
         f"{one.samples:.0f}" if one.samples else "",
@@ -214,7 +225,9 @@ def _worker_cells(one: Worker) -> list[Any]:
         f"{one.waits:.0%}",
         f"[{color}]{one.late:.0%}[/]",
         "" if one.loss is None else f"{one.loss:.4g}",
-        _plain_text(one.why) if one.silence < 0 else _plain_text(f"{one.silence:.1f} s", silent),
+        _plain_terminal_text(one.why)
+        if one.silence < 0
+        else _plain_terminal_text(f"{one.silence:.1f} s", silent),
     ]
 
 
@@ -237,7 +250,7 @@ def _format_bytes(number: float) -> str:
     return ""
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_top_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvtop",
         description=_DESCRIPTION,
@@ -266,7 +279,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--interval",
-        type=_parse_interval,
+        type=_parse_top_interval,
         default=1.0,
         metavar="SEC",
         help="seconds between two queries (%(default)g)",
@@ -288,7 +301,7 @@ def _parse_http_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _parse_interval(text: str) -> float:
+def _parse_top_interval(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -319,10 +332,10 @@ class Page:
         ConfigurationError: The address is in use, or does not belong to this machine.
     """
 
-    def __init__(self, views: Iterator[View], host: str, port: int) -> None:
+    def __init__(self, views: Iterator[JobView], host: str, port: int) -> None:
         self._views = views
         self._host = host
-        self._seen: deque[View] = deque(maxlen=HISTORY)
+        self._seen: deque[JobView] = deque(maxlen=HISTORY)
         self.problem = ""
         """Why there are no more views."""
         # 1. The request handler, which only delegates to `answer`.
@@ -390,7 +403,7 @@ class Page:
 
     def answer(self, path: str, host: str) -> tuple[int, str, bytes]:
         """Return status, content type and body for a request."""
-        if not _may_ask(host, self._host):
+        if not _may_ask_page(host, self._host):
             return (
                 403,
                 _TEXT,
@@ -400,7 +413,7 @@ class Page:
         if path == "/":
             return 200, _HTML, resources.files(__package__).joinpath("page.html").read_bytes()
         if path == "/view.json":
-            return 200, _JSON, json.dumps([as_values(view) for view in list(self._seen)]).encode()
+            return 200, _JSON, json.dumps([job_view_as_values(view) for view in list(self._seen)]).encode()
         if path == "/metrics":
             if not self._seen:
                 return 503, _TEXT, b"nothing was seen yet\n"
@@ -425,7 +438,7 @@ _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-def _may_ask(host: str, bound: str) -> bool:
+def _may_ask_page(host: str, bound: str) -> bool:
     """Return whether a request with this Host header may be answered."""
     name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
     if name.lower() in ("localhost", bound.lower()):
@@ -437,19 +450,19 @@ def _may_ask(host: str, bound: str) -> bool:
     return True
 
 
-def format_metrics(view: View) -> bytes:
+def format_metrics(view: JobView) -> bytes:
     """Return a view in Prometheus's text format. Raises ImportError without prometheus_client."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    registry.register(_Families(view))
+    registry.register(_PrometheusFamilies(view))
     return bytes(generate_latest(registry))
 
 
-class _Families:
+class _PrometheusFamilies:
     """A view as a collector of prometheus_client, with Prometheus's naming conventions."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: JobView) -> None:
         self._view = view
 
     def collect(self) -> Iterator[Any]:

@@ -31,11 +31,11 @@ from torch import nn
 from kvtrainer import Strategy, Trainer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateFileError, StateMismatchError
 from kvtrainer.integrations.mmengine import (
-    KVStoreStrategy,
+    MMEngineStrategy,
     TrainerOptimWrapper,
-    decode_value,
-    encode_value,
-    encode_what_can_be,
+    decode_mmengine_value,
+    encode_mmengine_entries,
+    encode_mmengine_value,
 )
 
 
@@ -48,7 +48,7 @@ def a_checkpoint_of_mmengine_itself_is_resumed(folder: Path) -> None:
     }
     plain = {"type": "SingleDeviceStrategy"}
     expected = train({**question, "strategy": plain}).model.state_dict()
-    ours = {"type": "KVStoreStrategy", "work_dir": str(folder / "ours")}
+    ours = {"type": "MMEngineStrategy", "work_dir": str(folder / "ours")}
     saved = str(folder / "plain" / "epoch_2.pth")
     resumed = train({**question, "strategy": ours, "work_dir": str(folder / "ours"), "resume": saved})
     assert len(resumed.message_hub.get_scalar("train/lr").data[0]) == 9
@@ -143,7 +143,7 @@ def several_optimizers_share_a_schedule_and_resume(folder: Path) -> None:
         "head": TrainerOptimWrapper,
     }
 
-    def go_on(one: KVStoreStrategy, steps: int) -> None:
+    def go_on(one: MMEngineStrategy, steps: int) -> None:
         for _ in range(steps):
             for name, its in one.optim_wrapper.items():
                 update(its)
@@ -253,8 +253,8 @@ def values_of_hooks_come_back_from_plain_ones(folder: Path) -> None:
         "score": np.float64(0.5),
         "log": history,
     }
-    torch.save(encode_value(given), folder / "values.pth")
-    found = decode_value(torch.load(folder / "values.pth", weights_only=True))
+    torch.save(encode_mmengine_value(given), folder / "values.pth")
+    found = decode_mmengine_value(torch.load(folder / "values.pth", weights_only=True))
     assert found["milestones"] == given["milestones"]
     assert isinstance(found["milestones"], Counter)
     assert found["classes"] == given["classes"]
@@ -263,11 +263,11 @@ def values_of_hooks_come_back_from_plain_ones(folder: Path) -> None:
     assert np.array_equal(found["palette"], given["palette"])
     assert [one.tolist() for one in found["log"].data] == [[1.0, 2.5], [2.0, 2.0]]
     assert found["log"].mean() == history.mean()
-    assert encode_what_can_be({"hook": object(), "epoch": 3}, "message_hub") == {"epoch": 3}
+    assert encode_mmengine_entries({"hook": object(), "epoch": 3}, "message_hub") == {"epoch": 3}
 
 
 def a_schedule_that_had_ended_goes_on_where_training_is_longer(folder: Path) -> None:
-    def lr_after(epochs: int, one: KVStoreStrategy) -> float:
+    def lr_after(epochs: int, one: MMEngineStrategy) -> float:
         for _ in range(epochs):
             update(one.optim_wrapper)
             for schedule in one.param_schedulers:

@@ -10,7 +10,7 @@ from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
 from mmengine_training import Net
 from torch import nn
 
-from kvtrainer.integrations.mmengine import KVStoreStrategy
+from kvtrainer.integrations.mmengine import MMEngineStrategy
 
 SGD = {"type": "SGD", "lr": 0.1, "momentum": 0.9}
 LOOP = {"epoch_length": 4, "max_epochs": 2, "max_iters": 8}
@@ -33,14 +33,14 @@ class Foreign(OptimWrapper):  # type: ignore[misc]
     """A wrapper that updates by itself."""
 
 
-def strategy(folder: Path, **options: Any) -> KVStoreStrategy:
+def strategy(folder: Path, **options: Any) -> MMEngineStrategy:
     options = {"env_kwargs": {"launcher": "none", "randomness": {"seed": 1}}, **options}
-    return KVStoreStrategy(work_dir=str(folder), log_kwargs={"log_level": "ERROR"}, **options)
+    return MMEngineStrategy(work_dir=str(folder), log_kwargs={"log_level": "ERROR"}, **options)
 
 
 def prepared(
     folder: Path, wrapper: Any, schedules: Any = None, loop: Any = LOOP, **options: Any
-) -> KVStoreStrategy:
+) -> MMEngineStrategy:
     one = strategy(folder, **options)
     one.prepare(Net(0.0), optim_wrapper=wrapper, param_scheduler=schedules, dispatch_kwargs=loop)
     return one

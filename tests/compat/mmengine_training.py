@@ -1,6 +1,6 @@
 """A small training with mmengine's FlexibleRunner; run by the tests in mmengine's own environment.
 
-    python mmengine_training.py '{"strategy": {"type": "KVStoreStrategy"}, "work_dir": ..., "out": ...}'
+    python mmengine_training.py '{"strategy": {"type": "MMEngineStrategy"}, "work_dir": ..., "out": ...}'
 
 Every worker of a job runs it; rank 0 writes weights, logged values and what else tests ask for to `out`.
 """

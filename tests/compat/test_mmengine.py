@@ -73,7 +73,7 @@ def train(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
         folder = folder or tmp_path_factory.mktemp("run")
         own, kvstore = way == "mmengine", "dist_sync" if "servers" in way else "device"
         strategy = (
-            {"type": "SingleDeviceStrategy"} if own else {"type": "KVStoreStrategy", "kvstore": kvstore}
+            {"type": "SingleDeviceStrategy"} if own else {"type": "MMEngineStrategy", "kvstore": kvstore}
         )
         world = 2 if way.startswith("two") else 1
         paths = {"work_dir": str(folder / "work"), "out": str(folder / "out.pt")}
@@ -155,9 +155,10 @@ import sys, kvtrainer, kvtrainer.strategy, kvtrainer.config, kvtrainer.hooks
 assert "mmengine" not in sys.modules
 from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 import mmengine.runner
-assert STRATEGIES.get("KVStoreStrategy") is None and OPTIM_WRAPPERS.get("TrainerOptimWrapper") is None
+assert STRATEGIES.get("MMEngineStrategy") is None and OPTIM_WRAPPERS.get("TrainerOptimWrapper") is None
 import kvtrainer.integrations.mmengine as ours
-assert STRATEGIES.get("KVStoreStrategy") is ours.KVStoreStrategy
+assert STRATEGIES.get("MMEngineStrategy") is ours.MMEngineStrategy
+assert STRATEGIES.get("KVStoreStrategy") is ours.KVStoreStrategy is ours.MMEngineStrategy
 assert OPTIM_WRAPPERS.get("TrainerOptimWrapper") is ours.TrainerOptimWrapper
 """
     run([python, "-c", script], tmp_path)

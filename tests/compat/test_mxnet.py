@@ -120,7 +120,7 @@ def test_random_runs_go_where_mxnet_goes(
     release: str, name: str, runs: Callable[[str], dict[str, list[Run]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # SGLD's noise differs, of course; with one standard deviation everywhere there is something to compare.
-    monkeypatch.setattr(gluon, "normal", one_deviation)
+    monkeypatch.setattr(gluon, "gluon_normal", one_deviation)
     its = runs(release)[name]
     assert len(its) == RUNS
     for case, expected in its:
@@ -156,7 +156,7 @@ def test_rows_go_where_mxnet_1_sends_them_by_its_own_defaults(name: str, ask_mxn
 def test_half_precision_weights_follow_their_float32_copy_as_in_mxnet_1(
     name: str, ask_mxnet: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gluon, "normal", one_deviation)
+    monkeypatch.setattr(gluon, "gluon_normal", one_deviation)
     cases = [random_case(name, seed, OWN_OF_1) for seed in range(RUNS)]
     for case in cases:
         case.update(knows_names=False, dtype="float16")

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 
 import kvtrainer
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.integrations.lightning import KVStoreStrategy
+from kvtrainer.integrations.lightning import LightningStrategy
 from tests.frameworks.jobs import (
     BATCH,
     EPOCHS,
@@ -91,7 +91,7 @@ def trainer_in(folder: Path, **options: Any) -> L.Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
     given = {"logger": False, "enable_checkpointing": False, "max_epochs": EPOCHS, **options}
     return L.Trainer(
-        strategy=KVStoreStrategy("dist_sync"), accelerator="cpu", default_root_dir=folder, **quiet, **given
+        strategy=LightningStrategy("dist_sync"), accelerator="cpu", default_root_dir=folder, **quiet, **given
     )
 
 

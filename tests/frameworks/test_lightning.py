@@ -40,6 +40,12 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
+def test_the_former_name_of_the_strategy_is_the_same_class() -> None:
+    from kvtrainer.integrations.lightning import KVStoreStrategy, LightningStrategy
+
+    assert KVStoreStrategy is LightningStrategy
+
+
 def test_two_workers_end_with_the_weights_of_one_process_over_all_batches(job: Job) -> None:
     expected = train_plainly(adam, lr_factor=0.5)
     first, second = job.of("whole_run")

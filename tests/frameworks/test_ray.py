@@ -99,7 +99,7 @@ def actors_of_servers() -> list[Any]:
     import psutil
 
     siblings = psutil.Process().parent().children()
-    return [one for one in siblings if "KVServer" in "".join([one.name(), *one.cmdline()])]
+    return [one for one in siblings if "RayServer" in "".join([one.name(), *one.cmdline()])]
 
 
 def kill_supervised(config: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def kill_supervised(config: dict[str, Any]) -> str:
         for one in killed:
             one.kill()
         psutil.wait_procs(killed)
-        while any(probe.ask(address, LIMIT) for address in servers.split(",")):
+        while any(probe.probe_server(address, LIMIT) for address in servers.split(",")):
             time.sleep(0.05)
     return servers
 

@@ -15,7 +15,7 @@ from torch.nn import Linear, Module, Parameter, Sequential, Tanh
 
 from kvtrainer import DataParallel, Trainer, build_data_parallel_model, kvstore
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.parallel.replicas import make_reducer
+from kvtrainer.parallel.replicas import make_replica_reducer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,13 +157,13 @@ def test_replicas_train_as_one_device_does_on_the_whole_batch(devices: list[str]
 @pytest.mark.parametrize(("name", "expected"), [("tree", 0.0), ("flat", 1.0), ("coalesced", 1.0)])
 def test_order_of_additions_on_one_device_is_that_of_the_cpu(name: str, expected: float) -> None:
     parts = [torch.full((3,), value, device="cuda") for value in BIG]
-    make_reducer(name, [part.device for part in parts]).sum(parts)
+    make_replica_reducer(name, [part.device for part in parts]).sum(parts)
     assert parts[0].tolist() == [expected] * 3
 
 
 def test_automatic_choice_asks_which_devices_reach_each_other() -> None:
     parts = [torch.full((3,), float(at), device="cuda:0") for at in range(4)]
-    make_reducer("auto", [part.device for part in parts]).sum(parts)
+    make_replica_reducer("auto", [part.device for part in parts]).sum(parts)
     assert parts[0].tolist() == [6.0] * 3
 
 
@@ -172,7 +172,7 @@ def test_automatic_choice_asks_which_devices_reach_each_other() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_libraries_sum_and_broadcast_between_devices(name: str, dtype: torch.dtype) -> None:
     devices = [torch.device("cuda", at) for at in range(2)]
-    reducer = make_reducer(name, devices)
+    reducer = make_replica_reducer(name, devices)
     parts = [torch.full((5,), at + 1.0, dtype=dtype, device=device) for at, device in enumerate(devices)]
     reducer.sum(parts)
     assert parts[0].tolist() == [3.0] * 5

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import kvtrainer
 from kvtrainer.errors import WeightsWrittenError
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.sync.device_staging import SideStream, Staging
+from kvtrainer.sync.device_staging import Staging, StagingStream
 from tests.support.stores import Servers
 
 pytestmark = [
@@ -24,7 +24,7 @@ LONG = 50_000_000
 @pytest.mark.parametrize("numel", [1, 1000, 3_000_000])
 def test_what_a_busy_device_has_yet_to_compute_is_copied_both_ways(numel: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    staging, flat = Staging(SideStream(device)), {"float32": torch.zeros(numel, device=device)}
+    staging, flat = Staging(StagingStream(device)), {"float32": torch.zeros(numel, device=device)}
     for step in range(1, 4):
         torch.cuda._sleep(LONG)
         flat["float32"].add_(1)

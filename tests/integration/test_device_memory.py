@@ -15,7 +15,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync import device_staging
 from kvtrainer.sync import exchange as exchanges
-from kvtrainer.sync.device_staging import DeviceSink
+from kvtrainer.sync.device_staging import StagingSink
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
 from tests.support.engines import run_round
@@ -83,7 +83,7 @@ FoundBy = Callable[..., list[Any]]
 @pytest.fixture
 def found_by(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> FoundBy:
     own = threading.local()
-    monkeypatch.setattr(exchanges, "SideStream", lambda device: own.streams)
+    monkeypatch.setattr(exchanges, "StagingStream", lambda device: own.streams)
 
     def found(eager: Sequence[str] | None, body: Any, in_store: bool = True, **options: Any) -> list[Any]:
         def run(store: DistKVStore, rank: int) -> Any:
@@ -113,7 +113,7 @@ def test_long_gradients_and_weights_are_copied_by_the_device_alone(found_by: Fou
     def body(worker: Worker, rank: int) -> tuple[int, set[int], list[int]]:
         trained(worker, rank)
         seen, shared_grads = worker.exchange.sink, worker.exchange.shared_grads
-        assert isinstance(seen, DeviceSink)
+        assert isinstance(seen, StagingSink)
         assert shared_grads is not None
         free = shared_grads.places(without=())
         assert worker.streams is not None

@@ -20,7 +20,7 @@ import zmq
 from kvstore_server.protocol import frames
 from kvstore_server.protocol import messages as m
 from kvstore_server.restarts import REPLACED, RESTARTS
-from kvstore_server.transport.tcp import routing_id
+from kvstore_server.transport.tcp import tcp_routing_id
 from kvtrainer import Trainer
 from kvtrainer.client import connection
 from kvtrainer.errors import (
@@ -380,13 +380,17 @@ print(out.unique().tolist(), flush=True)
             run, session, own = worker.line().split()
             tokens.append((int(run), int(session)))
             # A connection's first socket is for heartbeats, and the second for requests.
-            ids += [routing_id(), bytes.fromhex(own), *[routing_id() for _ in range(m.MAX_SOCKETS - 2)]]
+            ids += [
+                tcp_routing_id(),
+                bytes.fromhex(own),
+                *[tcp_routing_id() for _ in range(m.MAX_SOCKETS - 2)],
+            ]
         assert eventually(lambda: _waiting_for(store) == [[0]] * 2)
         worker.freeze()
         assert round_of(store, "w", torch.full((numel,), 2.0)).unique().tolist() == [3.0]
         # The replies to the stopped worker are still on their way while its weights change: somebody who has its
         # session, and the name of one of its sockets, gives its part to the next round.
-        monkeypatch.setattr(connection, "routing_id", iter(ids).__next__)
+        monkeypatch.setattr(connection, "tcp_routing_id", iter(ids).__next__)
         impostor = connection.Connection([server.address for server in servers])
         monkeypatch.undo()
         try:

@@ -354,8 +354,8 @@ def test_a_host_without_memory_goes_as_without_it_and_one_line_says_why(
             raise OSError("no memory today")
         return share(rank, peers)
 
-    share = shared_memory._share_arena
-    monkeypatch.setattr(shared_memory, "_share_arena", refuse)
+    share = shared_memory._share_memory_arena
+    monkeypatch.setattr(shared_memory, "_share_memory_arena", refuse)
 
     def body(kv: DistKVStore, rank: int) -> list[Tensor]:
         loop = Loop(kv, rank, PAIRS)

@@ -18,7 +18,7 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer.client.client import Client
 from kvtrainer.client.session import SessionOptions
-from kvtrainer.kvstore.verbs import TableKVStore
+from kvtrainer.kvstore.verbs import KVStoreVerbs
 from tests.support.limits import LIMIT
 from tests.support.processes import WORKER, Members, Processes, new_name
 from tests.support.reachable import reachable, resident_bytes
@@ -61,17 +61,17 @@ def new_engines() -> list[Engine]:
 
 def joined(
     engines: Sequence[Engine], lines: dict[bytes, Line], mode: Mode, rank: int, name: bytes
-) -> TableKVStore:
+) -> KVStoreVerbs:
     """A worker of a job of two, which has named its optimizer and not yet made its key."""
     options = SessionOptions("job", rank, 2, timeout=LIMIT, mode=mode)
     client = Client(Line(engines, lines, name), options, time.monotonic)
     client.connect()
-    kv = TableKVStore("in a test", client)
+    kv = KVStoreVerbs("in a test", client)
     kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=0.1, momentum=0.9))
     return kv
 
 
-def job(engines: Sequence[Engine], lines: dict[bytes, Line], mode: Mode) -> list[TableKVStore]:
+def job(engines: Sequence[Engine], lines: dict[bytes, Line], mode: Mode) -> list[KVStoreVerbs]:
     """Both workers of a job, with a key "w"."""
     stores = [joined(engines, lines, mode, rank, b"worker %d" % rank) for rank in range(2)]
     # In one thread neither can wait for the other's first values: the second one's end the round of both.
@@ -83,7 +83,7 @@ def job(engines: Sequence[Engine], lines: dict[bytes, Line], mode: Mode) -> list
     return stores
 
 
-def push_often(stores: Sequence[TableKVStore], count: int) -> None:
+def push_often(stores: Sequence[KVStoreVerbs], count: int) -> None:
     """So many pushes of every worker, some of them read back."""
     out = torch.empty(3)
     for at in range(count):

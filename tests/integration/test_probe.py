@@ -12,18 +12,20 @@ import zmq
 from kvstore_server import PROTOCOL_VERSION, probe
 from kvstore_server.errors import VersionMismatchError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, encode
+from kvstore_server.protocol.frames import MAX_FRAME, encode_frames
 from tests.support.limits import LIMIT, SOON
 from tests.support.stores import Servers
 
 
 def test_its_question_and_the_answers_that_it_understands_are_the_protocols() -> None:
-    assert probe.question() == [bytes(one) for one in encode(m.Request(0, 0, 1, m.GetStatus()))]
+    assert probe.probe_question() == [bytes(one) for one in encode_frames(m.Request(0, 0, 1, m.GetStatus()))]
     told = {"jobs": [{"name": "a", "rounds": 3, "late": 0.5}]}
-    assert probe.facts_in([bytes(one) for one in encode(m.Reply(1, m.Status(told)))]) == told
-    refused = encode(m.Reply(1, m.Failed(*to_wire(VersionMismatchError("another version")))))
+    assert (
+        probe.facts_in_probe_answer([bytes(one) for one in encode_frames(m.Reply(1, m.Status(told)))]) == told
+    )
+    refused = encode_frames(m.Reply(1, m.Failed(*to_wire(VersionMismatchError("another version")))))
     with pytest.raises(VersionMismatchError, match="another version"):
-        probe.facts_in([bytes(one) for one in refused])
+        probe.facts_in_probe_answer([bytes(one) for one in refused])
     assert probe.MAX_FRAME == MAX_FRAME
 
 
@@ -47,8 +49,11 @@ def _header(version: int = PROTOCOL_VERSION) -> bytes:
         ([_header()], "cannot be decoded"),
         ([_header() + b"\xc1"], "cannot be decoded"),
         ([_header() + b"\x91\x01"], "does not answer with"),
-        (encode(m.Reply(1, m.Heartbeat())), "does not answer with"),
-        (encode(m.Reply(1, m.Failed("ProtocolError", "no Look is known here"))), "no Look is known here"),
+        (encode_frames(m.Reply(1, m.Heartbeat())), "does not answer with"),
+        (
+            encode_frames(m.Reply(1, m.Failed("ProtocolError", "no Look is known here"))),
+            "no Look is known here",
+        ),
     ],
 )
 def test_anything_else_is_one_line_and_exit_code_1(

@@ -150,10 +150,10 @@ def one_rank_without_memory_has_all_go_without_and_one_line_says_so(
         raise OSError("no memory today")
 
     for name, at in (
-        ("_share_arena", ranks - 1),
-        ("_share_arena", 0),
-        ("_connect_peers", 1),
-        ("_make_socket", 1),
+        ("_share_memory_arena", ranks - 1),
+        ("_share_memory_arena", 0),
+        ("_connect_memory_peers", 1),
+        ("_make_memory_socket", 1),
     ):
         kept = getattr(shared_memory, name)
         again("auto")
@@ -166,7 +166,7 @@ def one_rank_without_memory_has_all_go_without_and_one_line_says_so(
         yield RankGroup().memory_for(CPU) is None, True
         said = [line for line in lines if f"rank {at}: no memory today" in line]
         yield (len(lines), len(said)), (1, 1) if rank == 0 else (0, 0)
-        if name == "_make_socket":
+        if name == "_make_memory_socket":
             again("shm")
             for _ in range(2):
                 text = error_of(RankGroup().barrier)

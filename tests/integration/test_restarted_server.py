@@ -17,7 +17,7 @@ import zmq
 from kvstore_server.optimizer import create
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode, pack_control
+from kvstore_server.protocol.frames import decode_frames, encode_frames, pack_control
 from tests.support.limits import LIMIT
 from tests.support.messages import contribution
 from tests.support.processes import ROOT, eventually
@@ -54,9 +54,9 @@ class Peer:
         self._number += 1
         request = m.Request(self.welcome.run_id, self.welcome.session, self._number, body)
         for _ in range(int(LIMIT)):
-            self._socket.send_multipart(encode(request))
+            self._socket.send_multipart(encode_frames(request))
             while self._socket.poll(1000):
-                _, _, number, reply = decode(self._socket.recv_multipart(copy=False))
+                _, _, number, reply = decode_frames(self._socket.recv_multipart(copy=False))
                 if number == self._number:
                     found: m.ReplyBody = reply
                     return found

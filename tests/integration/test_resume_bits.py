@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kvtrainer import Trainer
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.states.format import pack
+from kvtrainer.states.format import pack_state_file
 from kvtrainer.strategy import Strategy, agreement_of
 from tests.support.jobs import Job, Results, own_place, run_job
 from tests.support.processes import Members, new_name, together
@@ -169,7 +169,7 @@ def state_of(model: nn.Module, trained: dict[str, tuple[Half, Trainer]], seen: l
 
 def _states(trainer: Trainer) -> Any:
     """Options, optimizer state, loss scale, schedules, counts of updates and backward passes."""
-    tensors, text = pack(trainer.export_saved_states())
+    tensors, text = pack_state_file(trainer.export_saved_states())
     return tensors, text["content"]
 
 

@@ -18,12 +18,12 @@ import torch
 import zmq
 
 from kvstore_server.optimizer.base import capability
-from kvstore_server.optimizer.registry import create, known
-from kvstore_server.probe import look
+from kvstore_server.optimizer.registry import create, registered_optimizers
+from kvstore_server.probe import probe_servers
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode, pack_control
+from kvstore_server.protocol.frames import decode_frames, encode_frames, pack_control
 from kvstore_server.server import Server, ServerOptions, make_server
-from kvstore_server.transport.tcp import routing_id
+from kvstore_server.transport.tcp import tcp_routing_id
 from kvtrainer.errors import ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER, LIMIT
@@ -58,7 +58,9 @@ def test_a_server_that_is_ready_imports_nothing_more_whatever_optimizer_is_named
     before = imported(members.join([server], 0, 1, new_name()))
     # Other tests of this process may have registered some of their own.
     for name in sorted(
-        n for n, cls in known().items() if cls.__module__.startswith(("kvstore_server.", "torch."))
+        n
+        for n, cls in registered_optimizers().items()
+        if cls.__module__.startswith(("kvstore_server.", "torch."))
     ):
         kv = members.join([server], 0, 1, new_name())
         kv.set_optimizer(create(name, lr=0.1))
@@ -249,7 +251,7 @@ def test_a_server_tells_how_many_bytes_wait_for_workers_that_are_slow_to_read() 
     with _served(drain_timeout=0.1) as served, _Reader(served.server.endpoint) as reader:
 
         def queued() -> int:
-            [facts] = look([served.server.endpoint], LIMIT)
+            [facts] = probe_servers([served.server.endpoint], LIMIT)
             assert facts is not None
             return int(facts["queued"])
 
@@ -375,7 +377,7 @@ class _Reader:
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
-        self._own = routing_id()
+        self._own = tcp_routing_id()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, self._own)
         self._socket.setsockopt(zmq.RCVHWM, 1)
@@ -405,12 +407,12 @@ class _Reader:
         self.initialise(slices, "async")
         optimizer = m.SetOptimizer(pack_control(create("sgd", learning_rate=1.0).spec()))
         assert isinstance(self._ask(m.Request(*self._place, 4, optimizer)), m.Status)
-        self._socket.send_multipart(encode(m.Request(*self._place, 5, m.Pull((self._table,)))))
+        self._socket.send_multipart(encode_frames(m.Request(*self._place, 5, m.Pull((self._table,)))))
         self._send_round(slices, 1, 6, 1.0, want_weights=False)
         parts: list[tuple[int, bytes]] = []
         while True:
             assert self._socket.poll(LIMIT * 1000), "the answer did not come"
-            reply = m.Reply(*decode(self._socket.recv_multipart(copy=False))[2:])
+            reply = m.Reply(*decode_frames(self._socket.recv_multipart(copy=False))[2:])
             if reply.number == 6:
                 assert isinstance(reply.body, m.Done)
                 return parts
@@ -426,7 +428,7 @@ class _Reader:
         assert self._socket.poll(LIMIT * 1000), "no weights came"
 
     def leave(self) -> None:
-        self._socket.send_multipart(encode(m.Request(*self._place, 9, m.Leave("done", True))))
+        self._socket.send_multipart(encode_frames(m.Request(*self._place, 9, m.Leave("done", True))))
 
     def _send_round(
         self, slices: int, round_: int, number: int, value: float, want_weights: bool
@@ -435,10 +437,10 @@ class _Reader:
         payload = struct.pack("<f", value) * (1 << 18)
         for i in range(slices):
             push = contribution([(i, payload)], round_)
-            self._socket.send_multipart(encode(m.Request(*self._place, number, push)))
+            self._socket.send_multipart(encode_frames(m.Request(*self._place, number, push)))
         flags = m.WANTS_WEIGHTS * want_weights
         commit = contribution([], round_, self._table, slices, flags=flags, timeout=LIMIT)
-        frames = encode(m.Request(*self._place, number, commit))
+        frames = encode_frames(m.Request(*self._place, number, commit))
         self._socket.send_multipart(frames)
         return frames
 
@@ -447,9 +449,9 @@ class _Reader:
         self._socket.send_multipart(self._frames)
 
     def _ask(self, request: m.Request) -> m.ReplyBody:
-        self._socket.send_multipart(encode(request))
+        self._socket.send_multipart(encode_frames(request))
         assert self._socket.poll(LIMIT * 1000), "the server did not answer"
-        return decode(self._socket.recv_multipart(copy=False))[3]
+        return decode_frames(self._socket.recv_multipart(copy=False))[3]
 
     def __enter__(self) -> _Reader:
         return self

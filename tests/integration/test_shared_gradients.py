@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import kvtrainer
-from kvstore_server.probe import look
+from kvstore_server.probe import probe_servers
 from kvstore_server.protocol import messages as m
 from kvstore_server.transport.channel import Channel
-from kvstore_server.transport.exports import StagingBufferRequest
+from kvstore_server.transport.exports import ExportedStagingRequest
 from kvtrainer.client import shared_gradients
 from kvtrainer.client.connection import Connection
 from kvtrainer.errors import ServerUnreachableError
@@ -57,7 +57,7 @@ def are_shared(worker: Worker) -> list[bool]:
 
 def memory_of(servers: Sequence[Process]) -> int:
     """The bytes that servers have promised together, as they tell whoever looks."""
-    told = look([server.address for server in servers], LIMIT)
+    told = probe_servers([server.address for server in servers], LIMIT)
     return sum([facts["memory"] for facts in told if facts is not None])
 
 
@@ -601,7 +601,7 @@ def test_short_gradients_keep_their_memory_where_a_server_has_none_for_long_ones
     """Of two servers one makes none, or none of more than a limit."""
     ask, first = Channel.ask_for_staging_buffer, list[Channel]()
 
-    def ask_for_too_much(channel: Channel, nbytes: int) -> StagingBufferRequest:
+    def ask_for_too_much(channel: Channel, nbytes: int) -> ExportedStagingRequest:
         first.append(channel)
         return ask(channel, 1 << 46 if channel is first[0] and nbytes > limit else nbytes)
 

@@ -289,7 +289,7 @@ def test_a_worker_that_cannot_share_memory_says_why(
     def refuse(*_: object) -> None:
         raise PermissionError("another user")
 
-    monkeypatch.setattr(connection, "connect", refuse)
+    monkeypatch.setattr(connection, "connect_channel", refuse)
     monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
     servers = processes.servers(1)
     with Members() as members:

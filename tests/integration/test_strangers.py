@@ -27,7 +27,7 @@ import kvtrainer
 from kvstore_server.optimizer.base import capability
 from kvstore_server.probe import HEADER
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, decode, encode
+from kvstore_server.protocol.frames import MAX_FRAME, decode_frames, encode_frames
 from kvstore_server.server import ServerOptions, make_server
 from kvtrainer.client import connection, session
 from kvtrainer.errors import FencedError
@@ -282,7 +282,7 @@ def test_random_messages_do_not_disturb_a_server(server: Process, peer: zmq.Sock
             [rng.randbytes(rng.choice([0, 1, 31, 32, 33, 200])) for _ in range(rng.randint(1, 5))]
         )
     for _ in range(300):
-        reply = m.Reply(*decode(_answer_of(peer))[2:])
+        reply = m.Reply(*decode_frames(_answer_of(peer))[2:])
         assert isinstance(reply.body, m.Failed)
         assert reply.body.code in ("ProtocolError", "VersionMismatchError")
     assert_serve([server])
@@ -292,14 +292,14 @@ def test_damaged_messages_of_this_protocol_do_not_disturb_a_server(
     server: Process, peer: zmq.Socket[bytes]
 ) -> None:
     rng = random.Random(1)
-    valid = [list(map(bytes, encode(m.Request(0, 0, 1, body)))) for body in _bodies()]
+    valid = [list(map(bytes, encode_frames(m.Request(0, 0, 1, body)))) for body in _bodies()]
     for _ in range(500):
         frames = [bytearray(frame) for frame in rng.choice(valid)]
         damaged = rng.choice(frames)
         at = rng.randrange(HEADER.size if damaged is frames[0] else 0, len(damaged) + 1)
         damaged[at : at + 8] = rng.choice([b"", b"\xff" * 8, struct.pack("<q", 1 << 62), rng.randbytes(8)])
         peer.send_multipart([bytes(frame) for frame in frames])
-    answered = [decode(_answer_of(peer))[3] for _ in range(500)]
+    answered = [decode_frames(_answer_of(peer))[3] for _ in range(500)]
     assert all(isinstance(body, m.Failed | m.Welcome) for body in answered)
     assert any(isinstance(body, m.Failed) and body.code == "ProtocolError" for body in answered)
     assert_serve([server])
@@ -310,8 +310,8 @@ def test_the_memory_of_a_message_that_was_refused_is_given_back(
 ) -> None:
     before = resident_bytes(server.pid)
     state = m.SliceState(0, 0, {}, bytes(256 << 20))
-    peer.send_multipart(encode(m.Request(run_id=1, session=1, number=5, body=state)))
-    assert isinstance(decode(_answer_of(peer))[3], m.Failed)
+    peer.send_multipart(encode_frames(m.Request(run_id=1, session=1, number=5, body=state)))
+    assert isinstance(decode_frames(_answer_of(peer))[3], m.Failed)
     assert eventually(lambda: resident_bytes(server.pid) - before < 32 << 20)
 
 
@@ -367,8 +367,8 @@ def test_requests_without_a_session_are_refused_whatever_they_ask(
     server: Process, peer: zmq.Socket[bytes]
 ) -> None:
     for body in _bodies()[1:]:
-        peer.send_multipart(encode(m.Request(run_id=1, session=1, number=5, body=body)))
-        reply = m.Reply(*decode(_answer_of(peer))[2:])
+        peer.send_multipart(encode_frames(m.Request(run_id=1, session=1, number=5, body=body)))
+        reply = m.Reply(*decode_frames(_answer_of(peer))[2:])
         assert reply.number == 5
         assert isinstance(reply.body, m.Failed)
         assert reply.body.code == "ServerLostState"

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 
 import kvtrainer
-from kvstore_server.probe import look
+from kvstore_server.probe import probe_servers
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.watch import top
@@ -33,7 +33,7 @@ def seen(servers: Sequence[Process], found: Callable[[Mapping[str, Any]], bool])
     kept: list[Mapping[str, Any]] = []
 
     def is_there() -> bool:
-        [facts] = look(addresses(servers)[:1], LIMIT)
+        [facts] = probe_servers(addresses(servers)[:1], LIMIT)
         assert facts is not None
         kept.extend(facts["jobs"])
         return bool(kept) and found(kept[-1])
@@ -75,7 +75,7 @@ def test_what_a_worker_tells_of_itself_comes_with_its_signs_of_life(
 
     def told() -> Mapping[str, float]:
         """What is told of the worker on the server that holds its weights."""
-        jobs = [job for facts in look(addresses(servers), LIMIT) if facts for job in facts["jobs"]]
+        jobs = [job for facts in probe_servers(addresses(servers), LIMIT) if facts for job in facts["jobs"]]
         found: Mapping[str, float] = next(job["workers"][0]["says"] for job in jobs if job["keys"])
         return found
 
@@ -132,7 +132,7 @@ def test_a_server_serves_its_job_where_its_page_cannot_be(processes: Processes) 
     with socket.create_server(("127.0.0.1", 0)) as other:
         [server] = processes.servers(1, "--http", f"127.0.0.1:{other.getsockname()[1]}")
         assert eventually(lambda: "cannot serve the page" in server.stderr())
-        assert look([server.address], LIMIT) != [None]
+        assert probe_servers([server.address], LIMIT) != [None]
         server.signal(signal.SIGTERM)
         assert server.end()[0] == 0
 

@@ -13,7 +13,7 @@ import kvtrainer
 from kvstore_server.optimizer import create
 from kvtrainer.errors import ConfigurationError, PlanMismatchError
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.kvstore.verbs import TableKVStore
+from kvtrainer.kvstore.verbs import KVStoreVerbs
 from tests.integration import raising_optimizer
 from tests.support.processes import raised
 from tests.support.stores import Servers, servers
@@ -34,7 +34,7 @@ def normal(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
 
 
-def pulled(kv: TableKVStore) -> list[Tensor]:
+def pulled(kv: KVStoreVerbs) -> list[Tensor]:
     outs = [torch.empty(shape) for shape in SHAPES.values()]
     kv.pull(list(SHAPES), out=outs)
     return outs
@@ -47,7 +47,7 @@ def lamb() -> Any:
 def expected() -> list[Tensor]:
     """One process with both workers' gradients as replicas; one round without an optimizer comes first."""
     kv = kvtrainer.kvstore.create("local")
-    assert isinstance(kv, TableKVStore)
+    assert isinstance(kv, KVStoreVerbs)
     kv.init(list(SHAPES), normal(0))
     kv.set_optimizer(lamb())
     for round_ in range(ROUNDS):

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.transport import pages
-from kvtrainer.client import shared_weights
+from kvtrainer.client import weight_sinks
 from kvtrainer.client.session import Session
 from kvtrainer.common.env import TRANSPORT
 from kvtrainer.errors import (
@@ -250,7 +250,7 @@ def test_weights_that_come_in_messages_are_copied_with_a_line_where_no_memory_is
     monkeypatch.setenv(TRANSPORT, "tcp")
     found = []
     for available in (1 << 40, 1 << 20):
-        monkeypatch.setattr(shared_weights, "available_memory", lambda available=available: available)
+        monkeypatch.setattr(weight_sinks, "available_memory", lambda available=available: available)
         worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
         worker.steps(3)
         is_shown = is_mapped(worker.parameters[0], "memfd:kvtrainer-weights")
@@ -272,7 +272,7 @@ def test_weights_are_copied_where_all_memory_is_locked() -> None:
             outcome.put("may not")
             return
         try:
-            shared_weights.PrivateSink({"float32": flat}, plan)
+            weight_sinks.PrivateWeightSink({"float32": flat}, plan)
             outcome.put("shown")
         except OSError:
             outcome.put("refused")

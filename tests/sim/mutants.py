@@ -33,7 +33,7 @@ from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard import reduction
 from kvstore_server.shard.norms import Decision
-from kvstore_server.shard.reduction import Sums
+from kvstore_server.shard.reduction import Reduction
 from kvstore_server.shard.shard import Shard
 from kvtrainer.client.tables import Compressor
 
@@ -439,7 +439,7 @@ def rows_overwrite(real: Any, ids: torch.Tensor, values: torch.Tensor, num_rows:
     return torch.tensor(rows, dtype=torch.int64), values[[kept[row] for row in rows]]
 
 
-@replaces(Sums, "given_as_rows")
+@replaces(Reduction, "given_as_rows")
 def empty_rows_do_not_take_part(real: Any, self: Any, contributions: Any) -> Any:
     """A rank that has no row of a key makes the others' sum a dense one."""
     found = real(self, contributions)
@@ -534,19 +534,21 @@ def applied_again_with_the_commits(real: Any, space: Any, table: Any) -> Any:
     return real(space, table)
 
 
-@replaces(pipelined, "_fits_intent")
+@replaces(pipelined, "_fits_pipelined_intent")
 def applied_before_it_was_replaced(real: Any, *_: Any) -> bool:
     """What was applied stays when a rank says, or commits, another generation of it."""
     return True
 
 
-@replaces(pipelined, "_check_revised_intent")
+@replaces(pipelined, "_check_revised_pipelined_intent")
 def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
     """What was applied stays when a rank announces the same slices with another factor, or other numbers."""
     if table.pipelined is not None:
         intent = space.rounds.shared.inputs[rank].intents[table.number]
         table.pipelined.intents = {**table.pipelined.intents, rank: intent}
-        if not pipelined._fits_intent(table, table.pipelined, table.pipelined.intents[rank], intent.arrivals):
+        if not pipelined._fits_pipelined_intent(
+            table, table.pipelined, table.pipelined.intents[rank], intent.arrivals
+        ):
             pipelined.roll_back(space, table)
 
 

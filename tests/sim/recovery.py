@@ -22,7 +22,7 @@ import torch
 
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.failpoints import POINTS, ArmedPoint, Failpoints
+from kvstore_server.failpoints import POINTS, ArmedFailpoint, Failpoints
 from kvstore_server.protocol import messages as m
 from tests.sim.model import Violation
 from tests.sim.recovery_process import RANKS, SERVERS, Case, Process, every_place
@@ -246,7 +246,7 @@ class Job:
         """Kill a server at a failpoint as soon as it gets there."""
         points = CRASHES if how % 4 == 0 else OFTEN
         self._armed[server] = Failpoints(
-            [ArmedPoint(points[how // 4 % len(points)], None, 1 + how // 256 % 2)]
+            [ArmedFailpoint(points[how // 4 % len(points)], None, 1 + how // 256 % 2)]
         )
 
     def _restart(self, server: int) -> None:

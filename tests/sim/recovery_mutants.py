@@ -99,25 +99,25 @@ for each in ("hypers", "clients", "sessions", "members", "tables", "optimizer"):
     without(each)
 
 
-@wrong(image, "_apply_shard")
+@wrong(image, "_apply_image_shard")
 def state_of_keys_not_restored(real: Any, space: Any, values: Any) -> None:
     real(space, {name: value for name, value in values.items() if name not in ("blocks", "entries")})
 
 
-@wrong(image, "_apply_shard")
+@wrong(image, "_apply_image_shard")
 def update_counts_not_restored(real: Any, space: Any, values: Any) -> None:
     real(space, values)
     space.shard.counts[:] = 0
 
 
-@wrong(image, "_apply_tables")
+@wrong(image, "_apply_image_tables")
 def rounds_applied_not_restored(real: Any, space: Any, values: Any) -> None:
     real(space, values)
     for table in space.tables:
         table.rounds_applied = 0
 
 
-@wrong(image, "_apply_tables")
+@wrong(image, "_apply_image_tables")
 def ends_of_rounds_not_restored(real: Any, space: Any, values: Any) -> None:
     """How a round has ended is not known any more to who asks again."""
     real(space, values)
@@ -134,7 +134,7 @@ def round_before_the_last(real: Any, self: Any, numbers: Any, rounds: Any, *args
 # ---------------------------------------------------------------- who may speak, and what is repeated
 
 
-@wrong(durability, "restore_sessions")
+@wrong(durability, "restore_image_sessions")
 def tokens_not_restored(real: Any, *_: Any) -> None:
     """No session outlives the server."""
 

@@ -25,11 +25,11 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.shard.storage import Storage
-from kvstore_server.transport.arena import Leases, SharedArena, make_memory
-from kvstore_server.transport.channel import Channel, Listener
-from kvstore_server.transport.exports import StagingBuffer
+from kvstore_server.transport.arena import Leases, SharedArena, make_shared_memory
+from kvstore_server.transport.channel import Channel, ChannelListener
+from kvstore_server.transport.exports import ExportedStagingBuffer
 from kvtrainer.client.connection import Connection
-from kvtrainer.client.incoming_weights import parts_of
+from kvtrainer.client.incoming_weights import parts_of_incoming_weights
 from tests.sim.model import Violation
 from tests.sim.mutants import SHOWN_BY, Mutants, mutated, replaces
 from tests.sim.test_interleavings import seed_that_fails
@@ -202,12 +202,14 @@ class Job:
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
         self.polls = Poll(draw, self.ends[0], seen), Poll(draw, self.ends[1], seen)
         leases, self.time = Leases(), 0.0
-        requests, replies = make_memory(MEMORY), make_memory(MEMORY)
+        requests, replies = make_shared_memory(MEMORY), make_shared_memory(MEMORY)
         mine = Channel(self.ends[0], SharedArena(os.dup(requests)), SharedArena(os.dup(replies)))  # type: ignore[arg-type]
         self.connection = Connection(["ipc:///dev/null/nobody"])
         self.connection._channels[0], self.connection._index[mine.fileno()] = mine, 0
         self.connection._poller = self.polls[0]  # type: ignore[assignment]
-        listener = Listener(secrets.randbits(62), lambda *_: True, Budget(0, 0, lambda: 1 << 40), leases)
+        listener = ChannelListener(
+            secrets.randbits(62), lambda *_: True, Budget(0, 0, lambda: 1 << 40), leases
+        )
         listener._ready.close()
         listener._ready = self.polls[1]  # type: ignore[assignment]
         self.leases, self.store = leases, Store(draw, leases, seen)
@@ -229,7 +231,7 @@ class Job:
         """Request → what was given, which must not change before it is answered."""
         self.kept: list[tuple[int, Tensor]] = []
         """(version, weights) that the worker got and reads."""
-        self._born: tuple[StagingBuffer, int] | None = None
+        self._born: tuple[ExportedStagingBuffer, int] | None = None
         """The staging buffer that was written to since it was free, and the request that has that."""
         self._asked: int | None = None
         """The last request before a staging buffer was asked for; None once a later one was answered."""
@@ -288,7 +290,7 @@ class Job:
                 if found is None or found[0].data[found[1] :][:4].view(torch.float32).item() < version:
                     raise Violation(f"version {version} cannot be seen")
                 self.seen["mapped"] += 1
-            for _, version, _, source, start, nbytes in parts_of(body):
+            for _, version, _, source, start, nbytes in parts_of_incoming_weights(body):
                 self.kept.append((version, source[start : start + nbytes].view(torch.float32)))
         self.check()
 

@@ -19,9 +19,9 @@ def place(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def place_on_host() -> int:
-    from kvtrainer.common.env import local_rank
+    from kvtrainer.common.env import local_rank_from_env
 
-    return local_rank(os.environ)
+    return local_rank_from_env(os.environ)
 
 
 def say(to: str) -> None:
@@ -107,6 +107,6 @@ def kill_the_server(token: str) -> str:
 
     [pid] = pids()
     os.kill(pid, signal.SIGKILL)
-    while pids() in ([], [pid]) or probe.ask(address, 300.0):
+    while pids() in ([], [pid]) or probe.probe_server(address, 300.0):
         time.sleep(0.02)
     return address

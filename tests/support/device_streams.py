@@ -14,7 +14,7 @@ SCHEDULES = pytest.mark.parametrize("eager", [(), (CURRENT,), (SIDE,), (CURRENT,
 
 
 class Streams:
-    """Two streams whose work is done in their order, and copies on the second in place of a SideStream."""
+    """Two streams whose work is done in their order, and copies on the second in place of a StagingStream."""
 
     def __init__(self, eager: Sequence[str]) -> None:
         self._eager = eager

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from kvstore_server import failpoints
-from kvstore_server.durable.fd_store import StoredDescriptor
-from kvstore_server.engine.durability import Durability, Head, read_stored
+from kvstore_server.durable.fd_store import FdStoreDescriptor
+from kvstore_server.engine.durability import Durability, Head, read_durability
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
-from kvstore_server.failpoints import ArmedPoint, Failpoints
+from kvstore_server.failpoints import ArmedFailpoint, Failpoints
 from kvstore_server.transport.arena import Leases
 
 
@@ -20,19 +20,19 @@ class HeldDescriptors:
     """A file descriptor store as a supervisor has it."""
 
     def __init__(self) -> None:
-        self.fds: list[StoredDescriptor] = []
+        self.fds: list[FdStoreDescriptor] = []
 
     def store(self, name: str, fd: int) -> None:
-        self.fds.append(StoredDescriptor(name, os.dup(fd)))
+        self.fds.append(FdStoreDescriptor(name, os.dup(fd)))
 
     def remove(self, name: str) -> None:
         for one in [one for one in self.fds if one.name == name]:
             self.fds.remove(one)
             os.close(one.fd)
 
-    def passed(self) -> list[StoredDescriptor]:
+    def passed(self) -> list[FdStoreDescriptor]:
         """What the next process gets, newest first: the order must not matter."""
-        return [StoredDescriptor(one.name, os.dup(one.fd)) for one in reversed(self.fds)]
+        return [FdStoreDescriptor(one.name, os.dup(one.fd)) for one in reversed(self.fds)]
 
     def copied(self) -> HeldDescriptors:
         """What a supervisor has if the process is killed now; changing it does not change what the process has."""
@@ -41,7 +41,7 @@ class HeldDescriptors:
             copy = os.memfd_create("copy")
             data = os.pread(fd, os.fstat(fd).st_size, 0)
             os.pwrite(copy, data, 0)
-            found.fds.append(StoredDescriptor(name, copy))
+            found.fds.append(FdStoreDescriptor(name, copy))
         return found
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ def crashes(points: Failpoints) -> Iterator[None]:
 
 def crash_at(*points: tuple[str, int]) -> AbstractContextManager[None]:
     """Raise Crash in the block where failpoints are reached for the nth time."""
-    return crashes(Failpoints([ArmedPoint(name, None, nth) for name, nth in points]))
+    return crashes(Failpoints([ArmedFailpoint(name, None, nth) for name, nth in points]))
 
 
 def durable_engine(
@@ -85,7 +85,7 @@ def durable_engine(
     config = config or EngineConfig()
     kept = store.passed()
     try:
-        stored = read_stored(kept)
+        stored = read_durability(kept)
         run = config.run_id if stored is None else stored.head.run_id
         durability, config = Durability(store, stored), replace(config, run_id=run, restart_timeout=60.0)
         others = {} if tokens is None else {"tokens": tokens}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvstore_server.optimizer import Optimizer, States, create
 from kvstore_server.optimizer.gluon import FAMILY
-from kvstore_server.optimizer.state import joined, spread
+from kvstore_server.optimizer.state import joined, spread_state
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
 from kvstore_server.protocol.rows import Payload, RowSet
@@ -140,7 +140,9 @@ def state_of(state: States, index: int) -> dict[str, Any]:
 
 def replace_state(state: States, index: int, values: Any) -> None:
     """Replace the state of one segment, of an elementwise optimizer."""
-    spread([(state, index)], values, [n for n, v in values.items() if isinstance(v, Tensor) and v.dim()])
+    spread_state(
+        [(state, index)], values, [n for n, v in values.items() if isinstance(v, Tensor) and v.dim()]
+    )
 
 
 class Key:
@@ -182,7 +184,7 @@ class Key:
     @state.setter
     def state(self, values: dict[str, Any]) -> None:
         tensors = [n for n, v in values.items() if isinstance(v, Tensor) and v.dim()]
-        spread(self._parts(), values, ["master", *(tensors if self.optimizer.elementwise else ())])
+        spread_state(self._parts(), values, ["master", *(tensors if self.optimizer.elementwise else ())])
 
     def _parts(self) -> list[tuple[States, int]]:
         [block] = self.shard.storage.blocks

@@ -21,7 +21,7 @@ from kvstore_server.engine.memory import available_memory
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.transport.arena import Leases
-from kvstore_server.transport.channel import Listener
+from kvstore_server.transport.channel import ChannelListener
 from tests.support.limits import LIMIT
 from tests.support.processes import config_of_server
 
@@ -136,7 +136,7 @@ class RestartedServer:
 
     def _start(self) -> Server:
         config, engine = self._config, self.engine
-        listener = Listener(
+        listener = ChannelListener(
             config.run_id, engine.is_session, engine.budget, self._leases, engine.check_processes
         )
         if self._exports is not None:

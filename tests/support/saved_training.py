@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from kvtrainer import Trainer, kvstore
-from kvtrainer.strategy.checkpoint import common_states, fit_states, own_states, pack_tree, unpack_tree
+from kvtrainer.strategy.checkpoint import (
+    common_checkpoint_states,
+    fit_checkpoint_states,
+    own_checkpoint_states,
+    pack_checkpoint_tree,
+    unpack_checkpoint_tree,
+)
 
 PLACES = pytest.mark.parametrize("uok", [None, False, True], ids=["in-process", "reduced", "in-store"])
 ELEMENTWISE: dict[str, dict[str, Any]] = {
@@ -107,5 +113,7 @@ def by_state_dict(trainer: Any, other: Trainer, path: Path) -> None:
 
 def by_checkpoint(trainer: Any, other: Trainer, path: Path) -> None:
     """As a strategy's checkpoint has the states."""
-    common, own = unpack_tree(pack_tree([common_states(trainer), own_states(trainer)]))
-    fit_states(other, common, own)()
+    common, own = unpack_checkpoint_tree(
+        pack_checkpoint_tree([common_checkpoint_states(trainer), own_checkpoint_states(trainer)])
+    )
+    fit_checkpoint_states(other, common, own)()

@@ -173,8 +173,8 @@ def page() -> str:
     columns = ("flag", "variable", "default", "what it does")
     commands = [
         ("kvlaunch", "starts servers and workers of one job", kvlaunch._make_parser()),
-        ("kvstore-server", "is one server", cli.build_parser({})),
-        ("kvtop", "shows a running job", top._make_parser()),
+        ("kvstore-server", "is one server", cli.build_server_parser({})),
+        ("kvtop", "shows a running job", top._make_top_parser()),
     ]
     parts = [_HEAD]
     for name, what, parser in commands:

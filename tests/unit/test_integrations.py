@@ -147,7 +147,7 @@ def test_workers_meet_at_an_address_towards_their_servers(monkeypatch: pytest.Mo
         "KVSTORE_SERVERS", ""
     )  # they were given by an argument, or by the scheduler of the job
     with pytest.raises(Asked, match=r"^tcp://10\.1\.2\.3:5555$"):
-        workers.become_ranks(First(), Store(), 2)
+        workers.make_workers_ranks(First(), Store(), 2)
 
 
 def test_a_process_alone_is_one_worker() -> None:
@@ -170,4 +170,4 @@ def test_workers_know_their_place_on_their_host(is_named: bool, monkeypatch: pyt
 
     if not is_named:
         monkeypatch.setattr(workers, "name_host", fail)
-    assert workers.place_on_host(Second()) == (1, 2)
+    assert workers.place_worker_on_host(Second()) == (1, 2)

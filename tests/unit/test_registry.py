@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from kvstore_server.errors import did_you_mean
-from kvstore_server.optimizer import create, create_from_spec, lr_scheduler
+from kvstore_server.optimizer import create, create_optimizer_from_spec, lr_scheduler
 from kvstore_server.optimizer import registry as of_stores
 from kvtrainer import DataParallel, Trainer, hooks, kvstore, optimizer, registry
 from kvtrainer.config import import_modules
@@ -225,7 +225,7 @@ def test_registered_torch_class_gets_whole_keys_unless_declared(is_elementwise: 
         of_stores.register(Mine)
     OPTIMIZERS.register_module()(Mine)
     assert OPTIMIZERS.get("Mine") is Mine
-    there = create_from_spec(create(Mine, lr=0.5).spec())
+    there = create_optimizer_from_spec(create(Mine, lr=0.5).spec())
     assert (there.registered_name, there.elementwise) == ("torch:Mine", is_elementwise)
 
 
@@ -260,7 +260,7 @@ TYPOS: dict[str, tuple[Callable[[], object], str]] = {
     "optimizer": (lambda: optimizer.create("adma"), "adam"),
     "torch's optimizer": (lambda: optimizer.create("torch:AdmaW"), "torch:adamw"),
     "option of an optimizer": (lambda: optimizer.create("sgd", learnin_rate=1), "learning_rate"),
-    "scheduler": (lambda: lr_scheduler.create_from_spec({"name": "multifacto"}), "multifactor"),
+    "scheduler": (lambda: lr_scheduler.create_scheduler_from_spec({"name": "multifacto"}), "multifactor"),
     "compression": (lambda: trainer(compression_params={"type": "2bits"}), "2bit"),
     "policy": (lambda: ParamSchedule(trainer(), "lr", "CosineAnealing"), "CosineAnnealing"),
     "schedule": (lambda: trainer(schedules=[{"type": "StepLr"}]), "StepLR"),

@@ -23,7 +23,7 @@ from kvtrainer.errors import (
     WorkerLostError,
     WorkerTraceback,
 )
-from kvtrainer.jobs.cluster import LocalCluster, MemFile, unpack_outcome
+from kvtrainer.jobs.cluster import ClusterMemFile, LocalCluster, unpack_cluster_outcome
 from tests.support.cluster_work import fail, place, place_on_host, say, sum_and_fail, train_without_rank_1
 from tests.support.launch_jobs import ROOT, Jobs
 from tests.support.limits import LIMIT
@@ -328,8 +328,8 @@ def test_functions_of_a_program_without_a_file_run_and_nothing_outlives_it_howev
 
 
 def test_what_was_begun_but_not_finished_counts_as_nothing() -> None:
-    paper = MemFile()
-    assert unpack_outcome(paper.read()) is None
+    paper = ClusterMemFile()
+    assert unpack_cluster_outcome(paper.read()) is None
     os.pwrite(paper.fd, b"begun", 0)
     assert paper.read() == b""
     paper.write(b"the whole")
@@ -339,11 +339,11 @@ def test_what_was_begun_but_not_finished_counts_as_nothing() -> None:
 
 def test_a_result_of_a_class_that_only_workers_know_is_said_to_be_so() -> None:
     with pytest.raises(ClusterError, match="cannot be unpacked here"):
-        unpack_outcome(b"cno_such_module\nThing\n.")
+        unpack_cluster_outcome(b"cno_such_module\nThing\n.")
 
 
 def test_several_readers_that_share_a_descriptor_all_get_the_whole() -> None:
-    paper, data = MemFile(), bytes(range(256)) * 4096
+    paper, data = ClusterMemFile(), bytes(range(256)) * 4096
     try:
         paper.write(data)
         readers = [Call(lambda: [paper.read() == data for _ in range(50)]) for _ in range(3)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtrainer.common.env import read_topology
+from kvtrainer.common.env import read_topology_from_env
 from kvtrainer.jobs import kvlaunch
 from tests.support.launch_jobs import READY, ROOT, STUBBORN, TELLS_WHERE, Jobs, line_of
 from tests.support.limits import FOREVER, LIMIT, SOON
@@ -44,8 +44,8 @@ def test_each_worker_has_another_place_on_the_host_whatever_another_launcher_sai
     names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
     code = f"""
 import os
-from kvtrainer.common.env import local_rank
-print(local_rank(os.environ), *(os.environ.get(name, "-") for name in {names}))
+from kvtrainer.common.env import local_rank_from_env
+print(local_rank_from_env(os.environ), *(os.environ.get(name, "-") for name in {names}))
 """
     stale = dict.fromkeys((*names, "RANK", "SLURM_PROCID"), "0")
     _, out, _ = jobs.run(f"{sys.executable} -c '{code.replace(chr(39), chr(34))}'", 2, environ=stale)
@@ -333,7 +333,7 @@ def test_workers_of_another_launcher_join_the_servers_of_a_list(
     found = [
         dict(line.partition("=")[::2] for line in one.read_text().splitlines()) for one in tmp_path.iterdir()
     ]
-    places = sorted([read_topology(environ) for environ in found], key=lambda place: place.rank)
+    places = sorted([read_topology_from_env(environ) for environ in found], key=lambda place: place.rank)
     assert [place.rank for place in places] == [0, 1]
     stores = [members.join(place.servers, place.rank, place.num_workers, "launched") for place in places]
     together(*(lambda kv=kv: kv.init("w", torch.zeros(3)) for kv in stores))

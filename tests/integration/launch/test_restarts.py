@@ -214,7 +214,7 @@ def test_a_killed_server_comes_back_at_its_address_and_the_job_goes_on(jobs: Job
 for _ in range(2):
     pid = wait_for(pid_of_server)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: pid_of_server() not in (None, pid) and not probe.ask(server, {LIMIT}))
+    wait_for(lambda: pid_of_server() not in (None, pid) and not probe.probe_server(server, {LIMIT}))
 print("it answers at", server)
 """
     )
@@ -335,7 +335,7 @@ def test_workers_and_servers_on_hosts_are_started_again_there(tmp_path: Path) ->
 if os.environ["KVSTORE_RESTARTS"] == "0" and os.environ["KVSTORE_RANK"] == "1":
     os.kill(wait_for(pid_of_server), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
-wait_for(lambda: not probe.ask(server, {LIMIT}))
+wait_for(lambda: not probe.probe_server(server, {LIMIT}))
 print(os.environ["KVSTORE_RANK"], os.environ["ON"], os.environ["KVSTORE_RESTARTS"])
 """
     )

@@ -25,7 +25,7 @@ from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet
-from kvstore_server.shard.deltas import add_changes
+from kvstore_server.shard.deltas import add_delta_changes
 from kvstore_server.shard.shard import Shard
 from kvtrainer.client import incoming_weights
 from kvtrainer.client.client import Client
@@ -319,10 +319,10 @@ def test_a_round_whose_end_was_interrupted_is_not_made_once_more(
         calls.append(len(weights))
         if len(calls) == 3:
             raise KVStoreError("interrupted")
-        add_changes(codec, changes, weights)
+        add_delta_changes(codec, changes, weights)
 
     with monkeypatch.context() as patch:
-        patch.setattr(incoming_weights, "add_changes", interrupted)
+        patch.setattr(incoming_weights, "add_delta_changes", interrupted)
         assert [type(one) for one in job.play(dense(job))] == [KVStoreError, type(None)]
     first = job.clients[0].rounds
     for resume in (lambda: first.start(dense(job)[0]), first.wait_all_pending):

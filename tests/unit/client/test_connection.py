@@ -16,9 +16,9 @@ import zmq
 from kvstore_server.budget import Budget
 from kvstore_server.errors import KVStoreError, ServerStoppingError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode
+from kvstore_server.protocol.frames import decode_frames, encode_frames
 from kvstore_server.transport.arena import Leases
-from kvstore_server.transport.channel import Listener
+from kvstore_server.transport.channel import ChannelListener
 from kvtrainer.client import connection as connections
 from kvtrainer.client.connection import Connection
 from tests.support.messages import contribution
@@ -41,7 +41,7 @@ def numbers_read(socket: Any, connection: Connection, count: int) -> list[int]:
     while len(numbers) < count:
         connection.receive(0.0)  # lets what queues go out
         if socket.poll(1000):
-            numbers.append(decode(socket.recv_multipart(copy=False)[1:])[2])
+            numbers.append(decode_frames(socket.recv_multipart(copy=False)[1:])[2])
     return numbers
 
 
@@ -75,16 +75,18 @@ def test_to_close_after_a_server_has_ended_warns_of_nothing(
     listener: Any, caplog: pytest.LogCaptureFixture, says_farewell: bool
 ) -> None:
     connection = Connection([listener.getsockopt_string(zmq.LAST_ENDPOINT)])
-    memory = Listener(RUN, lambda _peer, token: token == TOKEN, Budget(0, 0, lambda: 1 << 30), Leases())
+    memory = ChannelListener(
+        RUN, lambda _peer, token: token == TOKEN, Budget(0, 0, lambda: 1 << 30), Leases()
+    )
     beginning = Call(lambda: connection.begin([(RUN, TOKEN)]))
     assert eventually(lambda: bool(memory.receive(lambda *_: None) or memory.channels))
     assert beginning.outcome() is None
     [channel] = memory.channels.values()
-    assert channel.send(encode(m.Reply(1, m.Status({}))))
+    assert channel.send(encode_frames(m.Reply(1, m.Status({}))))
     assert connection.receive(1.0) is not None
     if says_farewell:
         farewell = m.Failed(*to_wire(ServerStoppingError("stopped")))
-        assert channel.send(encode(m.Reply(0, farewell)))
+        assert channel.send(encode_frames(m.Reply(0, farewell)))
     memory.close()
     caplog.set_level(logging.INFO)
     connection.send(0, m.Request(RUN, TOKEN, 2, m.Leave("", True)))
@@ -117,7 +119,7 @@ def test_a_worker_says_why_it_shares_no_memory_with_a_server_of_its_host_whateve
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(connections, "connect", refuse)
+    monkeypatch.setattr(connections, "connect_channel", refuse)
     connection = Connection([address])
     connection.begin([(RUN, TOKEN)])
     connection.close()

@@ -18,10 +18,10 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode
+from kvstore_server.protocol.frames import decode_frames, encode_frames
 from kvtrainer.client.connection import Connection
 from kvtrainer.client.contribution import Contribution
-from kvtrainer.client.flow_control import MAX_PART_BYTES, STALL, Window, part_bytes
+from kvtrainer.client.flow_control import MAX_PART_BYTES, STALL, FlowWindow, part_bytes_in_flight
 from kvtrainer.client.tables import Compressor
 from tests.support.messages import contribution
 from tests.support.scripted import SLOT, Bench, is_announcement
@@ -58,7 +58,7 @@ def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> Non
     given.values[0]["float32"].copy_(torch.arange(1 << 18))
     bench.rounds.start(given)
     bodies = [body for body in bench.servers.bodies(m.Contribute) if isinstance(body, m.Contribute)]
-    sent, most = dict[int, list[torch.Tensor]](), part_bytes(1 << 20)
+    sent, most = dict[int, list[torch.Tensor]](), part_bytes_in_flight(1 << 20)
     for body in bodies:
         for word, _, _, nbytes in body.pushes.tolist():
             slot, end = m.unpack_slot(word)
@@ -75,7 +75,7 @@ def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> Non
     ("share", "size"), [(1, 32768), (24 << 16, 65536), (24 << 16 | 1, 69632), (1 << 30, MAX_PART_BYTES)]
 )
 def test_a_part_is_a_24th_of_what_a_server_has_within_bounds(share: int, size: int) -> None:
-    assert part_bytes(share) == size
+    assert part_bytes_in_flight(share) == size
 
 
 def test_weights_that_come_in_parts_are_written_when_all_are_here() -> None:
@@ -205,9 +205,9 @@ def test_parts_are_larger_while_rounds_of_other_tables_are_under_way(monkeypatch
     sizes.clear()
     first = [client.rounds.start(one) for client, one in zip(clients[:1], contribution_to(0), strict=False)]
     alone = max(sizes)
-    assert alone == part_bytes(1 << 20)
+    assert alone == part_bytes_in_flight(1 << 20)
     second = [client.rounds.start(one) for client, one in zip(clients[:1], contribution_to(1), strict=False)]
-    assert max(sizes) == part_bytes(2 << 20) > alone
+    assert max(sizes) == part_bytes_in_flight(2 << 20) > alone
     other = [clients[1].rounds.start(contribution_to(which)[1]) for which in range(2)]
     for client, rounds in zip(clients, ([*first, *second], other), strict=True):
         for one in rounds:
@@ -221,7 +221,7 @@ def test_parts_are_larger_while_rounds_of_other_tables_are_under_way(monkeypatch
 
 
 def sent(
-    window: Window, *numbers: int, now: float = 0.0, slot: int = 0, priority: int = 0, numel: int = LENGTH
+    window: FlowWindow, *numbers: int, now: float = 0.0, slot: int = 0, priority: int = 0, numel: int = LENGTH
 ) -> list[int]:
     """Send those of these parts of a slice, in order, that may go."""
     gone = []
@@ -242,20 +242,20 @@ def weights(end: int = LENGTH, kind: int = m.WHOLE, slot: int = 0) -> m.Weights:
 
 
 @pytest.fixture
-def window() -> Window:
+def window() -> FlowWindow:
     """A window of a round that was announced."""
-    made = Window()
+    made = FlowWindow()
     made.sent(ANNOUNCEMENT, 0)
     return made
 
 
-def test_a_part_waits_until_earlier_ones_are_answered(window: Window) -> None:
+def test_a_part_waits_until_earlier_ones_are_answered(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     window.answered(weights())
     assert sent(window, 3, 4) == [3]
 
 
-def test_fewer_parts_go_at_once_where_another_table_has_some_on_their_way(window: Window) -> None:
+def test_fewer_parts_go_at_once_where_another_table_has_some_on_their_way(window: FlowWindow) -> None:
     assert sent(window, 0) == [0]
     window.sent(ANNOUNCEMENT, 0)
     assert sent(window, 0, 1, 2, slot=1) == [0]
@@ -263,7 +263,7 @@ def test_fewer_parts_go_at_once_where_another_table_has_some_on_their_way(window
     assert sent(window, 1, 2, slot=1) == [1]
 
 
-def test_a_part_waits_for_none_that_are_less_urgent(window: Window) -> None:
+def test_a_part_waits_for_none_that_are_less_urgent(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     assert sent(window, 0, 1, 2, 3, slot=1, priority=1) == [0, 1, 2]
     window.answered(weights(2 * LENGTH))
@@ -272,7 +272,7 @@ def test_a_part_waits_for_none_that_are_less_urgent(window: Window) -> None:
     assert sent(window, 3, priority=0) == [3]
 
 
-def test_parts_of_a_slices_last_round_are_on_their_way_no_longer(window: Window) -> None:
+def test_parts_of_a_slices_last_round_are_on_their_way_no_longer(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2) == [0, 1, 2]
     window.answered(weights())
     window.sent(ANNOUNCEMENT, 0)
@@ -283,7 +283,7 @@ def test_parts_of_a_slices_last_round_are_on_their_way_no_longer(window: Window)
     assert window.must_hold(part(2, round_=4), 0, 0.0)
 
 
-def test_the_first_part_of_a_slices_next_round_waits_as_any_other(window: Window) -> None:
+def test_the_first_part_of_a_slices_next_round_waits_as_any_other(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2) == [0, 1, 2]
     window.answered(weights(3 * LENGTH))
     window.sent(ANNOUNCEMENT, 0)
@@ -293,29 +293,29 @@ def test_the_first_part_of_a_slices_next_round_waits_as_any_other(window: Window
 
 @pytest.mark.parametrize(("is_left", "count"), [(False, 3), (True, 12)])
 def test_more_short_parts_are_on_their_way_while_a_worker_computes(
-    is_left: bool, count: int, window: Window
+    is_left: bool, count: int, window: FlowWindow
 ) -> None:
     window.polls_only = is_left
     assert [at for at in range(20) if sent(window, 0, slot=at, numel=4096)] == [*range(count)]
 
 
-def test_a_short_part_waits_no_longer_than_others(window: Window) -> None:
+def test_a_short_part_waits_no_longer_than_others(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2) == [0, 1, 2]
     window.answered(weights())
     assert not window.must_hold(part(3, 1024), 0, 0.0)
 
 
-def test_other_messages_never_wait(window: Window) -> None:
+def test_other_messages_never_wait(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     for body in (contribution([(0, b"1234")], 3), contribution([], 3, 0, 8), m.Heartbeat()):
         assert not window.must_hold(body, 0, 0.0)
 
 
 def test_parts_of_a_round_that_was_not_announced_do_not_wait() -> None:
-    assert sent(Window(), *range(9)) == [*range(9)]
+    assert sent(FlowWindow(), *range(9)) == [*range(9)]
 
 
-def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(window: Window) -> None:
+def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     assert window.release_at == STALL
     assert sent(window, *range(3, 9), now=STALL) == [*range(3, 9)]
@@ -326,7 +326,7 @@ def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(w
 
 
 def test_a_round_that_waits_while_gradients_are_computed_does_not_have_the_next_go_as_a_whole() -> None:
-    window = Window()
+    window = FlowWindow()
     expected = contribution([], 3, 0, 8, flags=m.DECLARES_INTENT | m.WANTS_WEIGHTS | m.TENTATIVE)
     window.sent(expected, 0)
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
@@ -335,7 +335,7 @@ def test_a_round_that_waits_while_gradients_are_computed_does_not_have_the_next_
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
 
 
-def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Window) -> None:
+def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: FlowWindow) -> None:
     held = []
     while len(held) < 20:
         held.append(sent(window, *range(9)) == [0, 1, 2])
@@ -347,7 +347,7 @@ def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Windo
 
 @pytest.mark.parametrize("kind", [m.WHOLE, m.HALF])
 def test_weights_answer_as_many_elements_as_they_are_of_whatever_their_kind(
-    kind: int, window: Window
+    kind: int, window: FlowWindow
 ) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     window.answered(weights(LENGTH, kind))
@@ -356,20 +356,20 @@ def test_weights_answer_as_many_elements_as_they_are_of_whatever_their_kind(
     assert sent(window, 4, 5, 6) == [4, 5]
 
 
-def test_weights_of_a_whole_slice_answer_all_that_was_sent_of_it(window: Window) -> None:
+def test_weights_of_a_whole_slice_answer_all_that_was_sent_of_it(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     window.answered(weights(0))
     assert sent(window, 3, 4, 5, 6) == [3, 4, 5]
 
 
-def test_weights_that_come_twice_answer_a_part_once(window: Window) -> None:
+def test_weights_that_come_twice_answer_a_part_once(window: FlowWindow) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     window.answered(weights())
     window.answered(weights())
     assert sent(window, 3, 4) == [3]
 
 
-def test_a_part_that_is_sent_again_is_not_on_its_way_twice(window: Window) -> None:
+def test_a_part_that_is_sent_again_is_not_on_its_way_twice(window: FlowWindow) -> None:
     assert sent(window, 0, 0, 1, 2, 3) == [0, 0, 1, 2]
 
 
@@ -390,10 +390,10 @@ def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
             while len(came) < len(bodies):
                 if server.poll(0 if came else 60_000):
                     peer, *frames = server.recv_multipart(copy=False)
-                    came.append(decode(frames)[2])
+                    came.append(decode_frames(frames)[2])
                     if is_answered and len(came) > 1:
                         reply = m.Reply(1, weights(LENGTH * (len(came) - 1)))
-                        server.send_multipart([peer.bytes, *encode(reply)])
+                        server.send_multipart([peer.bytes, *encode_frames(reply)])
                 else:
                     connection.receive(0.01)
         finally:
@@ -414,7 +414,7 @@ def test_what_came_while_a_worker_computed_is_looked_at_before_parts_stop_to_wai
                 connection.send(0, m.Request(1, 1, 1, body))
             monkeypatch.setattr("kvtrainer.client.flow_control.STALL", 3600.0)
             peer, *_ = server.recv_multipart()
-            server.send_multipart([peer, *encode(m.Reply(1, weights()))])
+            server.send_multipart([peer, *encode_frames(m.Reply(1, weights()))])
             assert connection._sockets[0].poll(60_000)
             connection.send(0, m.Request(1, 1, 1, part(9)))
             assert connection.receive(0.0) is not None
@@ -430,7 +430,7 @@ class Workers:
     def __init__(self, seed: int, tables: int, parts: int, count: int) -> None:
         self.rng = random.Random(seed)
         self.parts = parts
-        self.windows = [Window() for _ in range(count)]
+        self.windows = [FlowWindow() for _ in range(count)]
         self.pushed = [0] * count
         self.queues: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         """Of each worker (table, part) that wait, the most urgent one first: the last table."""

@@ -13,7 +13,7 @@ from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.shard.storage import Storage
 from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
-from kvtrainer.client.row_reads import MappedRows
+from kvtrainer.client.row_reads import MappedRowReads
 from tests.support.row_tables import interleaved
 
 _SHAPES = ((200_003, 16), (70_001, 16), (30_000, 64))
@@ -29,8 +29,8 @@ class Job:
     shown: dict[int, tuple[SharedArena, int]]
     tables: list[Tensor]
 
-    def rows(self, key: int) -> MappedRows:
-        return MappedRows(self.plan, key, self.shown)
+    def rows(self, key: int) -> MappedRowReads:
+        return MappedRowReads(self.plan, key, self.shown)
 
     def write(self, key: int, value: float) -> None:
         """Have the servers write all rows of a key, as they do in a round."""

@@ -19,7 +19,7 @@ from kvstore_server.shard.storage import Storage
 from kvstore_server.transport import pages
 from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
-from kvtrainer.client.shared_weights import MappedSink
+from kvtrainer.client.weight_sinks import MappedWeightSink
 from kvtrainer.memory.arena import Arena as Parameters
 from tests.support.limits import LIMIT
 
@@ -34,7 +34,7 @@ class Job:
     plan: Plan
     servers: list[Storage]
     weights: Parameters
-    mapped: MappedSink
+    mapped: MappedWeightSink
     memories: list[SharedArena]
     leases: list[Leases]
 
@@ -81,7 +81,7 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
     plan = make_plan(specs, 2)
     servers, memories, leases = zip(*(_server_memory(plan, server) for server in range(2)), strict=True)
     weights = Parameters([parameter], ["w"], make_plan(specs, 1))
-    made = Job(plan, list(servers), weights, MappedSink(weights.weights), list(memories), list(leases))
+    made = Job(plan, list(servers), weights, MappedWeightSink(weights.weights), list(memories), list(leases))
     made.serve(_numbers())
     made.show()
     return made
@@ -211,13 +211,13 @@ def test_a_fork_keeps_what_it_writes_to_itself(job: Job) -> None:
 def test_a_system_that_hides_its_page_map_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pages, "_PAGE_MAP", str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError):
-        MappedSink({"float32": torch.zeros(16)})
+        MappedWeightSink({"float32": torch.zeros(16)})
 
 
 def test_a_page_map_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_PAGE_MAP", "/dev/zero")  # says that no page is there
     with pytest.raises(OSError, match="does not tell"):
-        MappedSink({"float32": torch.zeros(16)})
+        MappedWeightSink({"float32": torch.zeros(16)})
 
 
 def _shapes(seed: int) -> list[tuple[int, ...]]:

@@ -9,18 +9,18 @@ import torch
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.protocol import messages as m
-from kvtrainer.client.message_faults import Draws, Faults, FaultyTransport, parse_faults
+from kvtrainer.client.message_faults import FaultDraws, FaultyTransport, MessageFaults, parse_message_faults
 from kvtrainer.client.session import Transport
 
 MANY = 10_000
 
 
 def test_the_variable_gives_shares_seconds_and_a_seed() -> None:
-    assert parse_faults("drop=0.1,delay=0.05, duplicate=0.2,seconds=0.5,seed=3") == Faults(
+    assert parse_message_faults("drop=0.1,delay=0.05, duplicate=0.2,seconds=0.5,seed=3") == MessageFaults(
         0.1, 0.05, 0.2, 0.5, 3
     )
-    assert parse_faults("drop=1") == Faults(drop=1.0)
-    assert parse_faults("") is None
+    assert parse_message_faults("drop=1") == MessageFaults(drop=1.0)
+    assert parse_message_faults("") is None
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ def test_the_variable_gives_shares_seconds_and_a_seed() -> None:
 )
 def test_a_wrong_value_is_an_error(text: str) -> None:
     with pytest.raises(ConfigurationError, match="KVSTORE_FAULTS"):
-        parse_faults(text)
+        parse_message_faults(text)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_tenth_of_ten_thousand_messages_is_a_tenth_within_a_hundredth(seed: int) -> None:
-    draws = Draws(Faults(0.1, 0.1, 0.1, 0.02, seed), "sent by 0")
+    draws = FaultDraws(MessageFaults(0.1, 0.1, 0.1, 0.02, seed), "sent by 0")
     drawn = [draws.delays() for _ in range(MANY)]
     arrived = [one for one in drawn if one]
     lost = 1 - len(arrived) / MANY
@@ -46,7 +46,7 @@ def test_a_tenth_of_ten_thousand_messages_is_a_tenth_within_a_hundredth(seed: in
 
 def test_each_stream_and_each_seed_has_draws_of_its_own_that_repeat() -> None:
     def drawn(seed: int, stream: str) -> list[list[float]]:
-        draws = Draws(Faults(0.3, 0.3, 0.3, 0.02, seed), stream)
+        draws = FaultDraws(MessageFaults(0.3, 0.3, 0.3, 0.02, seed), stream)
         return [draws.delays() for _ in range(100)]
 
     assert drawn(1, "sent by 0") == drawn(1, "sent by 0")
@@ -91,7 +91,7 @@ class Clock:
 
 def faulty(**shares: float) -> tuple[Wire, Clock, FaultyTransport]:
     wire, clock = Wire(), Clock()
-    return wire, clock, FaultyTransport(wire, Faults(**shares, seed=1), clock, 0)
+    return wire, clock, FaultyTransport(wire, MessageFaults(**shares, seed=1), clock, 0)
 
 
 def send_all(wire: Wire, clock: Clock, transport: FaultyTransport) -> int:

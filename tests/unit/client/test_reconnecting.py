@@ -13,9 +13,9 @@ import zmq
 
 from kvstore_server.budget import Budget
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode
+from kvstore_server.protocol.frames import decode_frames, encode_frames
 from kvstore_server.transport.arena import Leases
-from kvstore_server.transport.channel import Listener
+from kvstore_server.transport.channel import ChannelListener
 from kvtrainer.client.connection import Connection
 from tests.support.limits import LIMIT
 from tests.support.messages import contribution
@@ -39,9 +39,9 @@ class _Server:
         for _ in range(count):
             assert self._socket.poll(1000 * int(LIMIT))
             peer, *frames = self._socket.recv_multipart()
-            number = decode(frames)[2]
+            number = decode_frames(frames)[2]
             self.read.append((peer, number))
-            self._socket.send_multipart([peer, *encode(m.Reply(number, m.Pending((), why)))])
+            self._socket.send_multipart([peer, *encode_frames(m.Reply(number, m.Pending((), why)))])
 
     def die(self) -> None:
         self._socket.close(linger=0)
@@ -164,7 +164,7 @@ def test_a_server_that_is_back_shares_memory_again(address: str) -> None:
         with serving(address) as server:
             ask(connection, 1)
             server.answer()
-            memory = Listener(RUN, lambda _, token: token == TOKEN, budget, Leases())
+            memory = ChannelListener(RUN, lambda _, token: token == TOKEN, budget, Leases())
             opening: Any = Call(lambda: connection.begin([(RUN, TOKEN)], restartable={0}))
             assert eventually(lambda: bool(memory.receive(lambda *_: None) or memory.channels))
             opening.outcome()
@@ -175,7 +175,7 @@ def test_a_server_that_is_back_shares_memory_again(address: str) -> None:
         connection.reconnect(0)
         assert connection.channel(0) is None
         with serving(address) as server:
-            memory = Listener(RUN, lambda _, token: token == TOKEN, budget, Leases())
+            memory = ChannelListener(RUN, lambda _, token: token == TOKEN, budget, Leases())
             opening = Call(lambda: connection.reopen(0, RUN, TOKEN))
             assert eventually(lambda: bool(memory.receive(lambda *_: None) or memory.channels))
             assert opening.outcome()

@@ -13,7 +13,7 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.processes import FINAL_MESSAGE_TIME, ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode_frames
 from kvtrainer.client.client import Client, Loopback
 from kvtrainer.client.session import REPEAT_AFTER, Session, SessionOptions
 from kvtrainer.errors import (
@@ -374,7 +374,7 @@ def test_a_table_of_very_many_keys_is_declared_in_portions_and_by_the_next_worke
         def counting(server: int, request: m.Request, priority: int = 0, send: Any = send) -> None:
             if isinstance(request.body, m.Register):
                 sent.append(len(request.body.specs))
-                encode(request)
+                encode_frames(request)
             send(server, request, priority)
 
         transport.send = counting  # type: ignore[method-assign]
@@ -390,7 +390,7 @@ def test_a_table_with_very_long_names_is_declared_in_messages_that_servers_take(
     sizes: list[int] = []
 
     def encoding(server: int, request: m.Request, priority: int = 0) -> None:
-        sizes.append(sum(map(len, encode(request))))
+        sizes.append(sum(map(len, encode_frames(request))))
         send(server, request, priority)
 
     transport.send = encoding  # type: ignore[method-assign]

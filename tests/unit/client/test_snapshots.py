@@ -7,16 +7,16 @@ import pytest
 from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import ProtocolError, ServerLostState
 from kvstore_server.protocol import messages as m
-from kvtrainer.client.snapshots import CutChoice, ServerOffer, StoredCut, choose_cut, read_offer
+from kvtrainer.client.snapshots import OfferedSnapshot, SnapshotChoice, SnapshotOffer, choose_cut, read_offer
 
 BOTH = frozenset({0, 1})
 
 
-def offer(round_: int, *cuts: int, holders: frozenset[int] = BOTH, every: int = 50) -> ServerOffer:
-    stored = [StoredCut(at, BOTH, at // every) for at in cuts]
+def offer(round_: int, *cuts: int, holders: frozenset[int] = BOTH, every: int = 50) -> SnapshotOffer:
+    stored = [OfferedSnapshot(at, BOTH, at // every) for at in cuts]
     due = max(round_ - 1, 0) // every if every else 0
     own = holders if round_ >= 0 else frozenset[int]()
-    return ServerOffer(round_, own, stored, 0, 0, SnapshotPeriod(every), due)
+    return SnapshotOffer(round_, own, stored, 0, 0, SnapshotPeriod(every), due)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def offer(round_: int, *cuts: int, holders: frozenset[int] = BOTH, every: int = 
     ],
 )
 def test_a_job_goes_back_to_the_latest_round_that_all_servers_have_if_one_has_lost_its_state(
-    offers: list[ServerOffer], expected: int | None
+    offers: list[SnapshotOffer], expected: int | None
 ) -> None:
     found = choose_cut(offers)
     assert (None if found is None else (found.cut.round, found.generation)) == (
@@ -54,7 +54,7 @@ def test_a_job_with_a_period_in_seconds_begins_again_only_before_its_second_snap
 ) -> None:
     offers = [offer(500)._replace(period=SnapshotPeriod(0, 30.0), due=due), offer(-1)]
     if is_young:
-        assert choose_cut(offers) == CutChoice(StoredCut(0, frozenset()), 1)
+        assert choose_cut(offers) == SnapshotChoice(OfferedSnapshot(0, frozenset()), 1)
         return
     with pytest.raises(ServerLostState):
         choose_cut(offers)
@@ -62,14 +62,14 @@ def test_a_job_with_a_period_in_seconds_begins_again_only_before_its_second_snap
 
 def test_a_job_that_has_begun_with_what_was_saved_goes_back_to_that_before_its_first_snapshot() -> None:
     loaded = offer(123)._replace(generation=1, restored=100, due=0, tag="best", save="5")
-    expected = CutChoice(StoredCut(100, BOTH), 2, "best", "5")
+    expected = SnapshotChoice(OfferedSnapshot(100, BOTH), 2, "best", "5")
     assert choose_cut([loaded, offer(-1)]) == expected
     # One was lost before it has gone back.
     young = loaded._replace(round=100)
     assert choose_cut([young, offer(-1, 50)]) == expected._replace(generation=1)
 
 
-def returned(round_: int, restored: int, *cuts: int, times: int = 1) -> ServerOffer:
+def returned(round_: int, restored: int, *cuts: int, times: int = 1) -> SnapshotOffer:
     return offer(round_, *cuts)._replace(generation=times, restored=restored)
 
 
@@ -78,17 +78,23 @@ def returned(round_: int, restored: int, *cuts: int, times: int = 1) -> ServerOf
     [
         ([returned(100, 100, 50, 100), returned(104, 100, 50, 100)], None),
         # One was killed before it could go back, and has the state of before.
-        ([returned(100, 100, 50, 100), offer(107, 50, 100)], CutChoice(StoredCut(100, BOTH, 2), 1)),
-        ([returned(100, 100, 50, 100), offer(100, 50, 100)], CutChoice(StoredCut(100, BOTH, 2), 1)),
-        ([returned(-1, 0), offer(30)], CutChoice(StoredCut(0, frozenset()), 1)),
+        (
+            [returned(100, 100, 50, 100), offer(107, 50, 100)],
+            SnapshotChoice(OfferedSnapshot(100, BOTH, 2), 1),
+        ),
+        (
+            [returned(100, 100, 50, 100), offer(100, 50, 100)],
+            SnapshotChoice(OfferedSnapshot(100, BOTH, 2), 1),
+        ),
+        ([returned(-1, 0), offer(30)], SnapshotChoice(OfferedSnapshot(0, frozenset()), 1)),
         # It has lost its state after they went on.
-        ([returned(120, 50, 50, 100), offer(-1, 50, 100)], CutChoice(StoredCut(100, BOTH, 2), 2)),
+        ([returned(120, 50, 50, 100), offer(-1, 50, 100)], SnapshotChoice(OfferedSnapshot(100, BOTH, 2), 2)),
         # The snapshot is damaged there.
-        ([returned(100, 100, 50, 100), offer(107, 50)], CutChoice(StoredCut(50, BOTH), 2)),
+        ([returned(100, 100, 50, 100), offer(107, 50)], SnapshotChoice(OfferedSnapshot(50, BOTH), 2)),
     ],
 )
 def test_a_server_that_was_killed_before_it_went_back_follows_the_others(
-    offers: list[ServerOffer], expected: CutChoice | None
+    offers: list[SnapshotOffer], expected: SnapshotChoice | None
 ) -> None:
     for some in (offers, offers[::-1]):
         assert choose_cut(some) == expected
@@ -103,16 +109,16 @@ def test_a_server_that_was_killed_before_it_went_back_follows_the_others(
         [offer(30, every=0), offer(-1, every=0)],
     ],
 )
-def test_more_than_the_rounds_before_the_first_snapshot_is_not_given_up(offers: list[ServerOffer]) -> None:
+def test_more_than_the_rounds_before_the_first_snapshot_is_not_given_up(offers: list[SnapshotOffer]) -> None:
     with pytest.raises(ServerLostState, match="server"):
         choose_cut(offers)
 
 
 def test_a_server_without_tables_that_went_back_alone_goes_back_again_with_the_others() -> None:
     """The one with the tables could not read its snapshot after the other one had gone back."""
-    cut = StoredCut(50, frozenset({1}))
+    cut = OfferedSnapshot(50, frozenset({1}))
     alone = returned(-1, 100)._replace(holders=frozenset())
-    assert choose_cut([alone, offer(-1)._replace(cuts=[cut])]) == CutChoice(cut, 2)
+    assert choose_cut([alone, offer(-1)._replace(cuts=[cut])]) == SnapshotChoice(cut, 2)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,7 @@ def test_workers_that_come_together_decide_alike_if_a_server_without_tables_is_t
     rounds: tuple[int, ...], expected: tuple[int, int]
 ) -> None:
     told = returned(-1, 50)._replace(holders=frozenset())
-    cuts = [StoredCut(at, frozenset({1}), at // 50) for at in rounds]
+    cuts = [OfferedSnapshot(at, frozenset({1}), at // 50) for at in rounds]
     found = choose_cut([told, offer(-1)._replace(cuts=cuts)])
     assert found is not None
     assert (found.cut.round, found.generation) == expected
@@ -137,7 +143,7 @@ def test_workers_that_come_together_decide_alike_if_a_server_without_tables_is_t
 def test_workers_that_come_together_begin_again_once_if_a_server_without_tables_is_told_first() -> None:
     told = returned(-1, 0)._replace(holders=frozenset())
     others = [offer(3, holders=frozenset({1, 2})), offer(-1)]
-    assert choose_cut([told, *others]) == CutChoice(StoredCut(0, frozenset()), 1)
+    assert choose_cut([told, *others]) == SnapshotChoice(OfferedSnapshot(0, frozenset()), 1)
 
 
 @pytest.mark.parametrize("answer", [m.Status({"round": "many"}), m.Status({}), m.Pending((), "")])

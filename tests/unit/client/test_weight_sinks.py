@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtrainer.client.shared_weights import IN_PLACE, CopySink
+from kvtrainer.client.weight_sinks import IN_PLACE, CopyWeightSink
 
 
 def test_in_place_rounds_write_where_they_are_told_and_find_nothing() -> None:
@@ -19,7 +19,7 @@ def test_in_place_rounds_write_where_they_are_told_and_find_nothing() -> None:
 
 def test_a_copy_holds_what_came_last_whatever_the_loop_writes() -> None:
     weights = {"float32": torch.ones(3), "float64": torch.zeros(2, dtype=torch.float64)}
-    sink = CopySink(weights)
+    sink = CopyWeightSink(weights)
     outs = sink.outs(weights)
     outs["float32"].fill_(2.0)
     sink.deliver(weights, outs)
@@ -30,7 +30,7 @@ def test_a_copy_holds_what_came_last_whatever_the_loop_writes() -> None:
 
 def test_weights_that_are_accepted_are_what_came_last() -> None:
     weights = {"float32": torch.ones(3)}
-    sink = CopySink(weights)
+    sink = CopyWeightSink(weights)
     weights["float32"].fill_(7.0)
     sink.accept(weights)
     assert sink.outs(weights)["float32"].tolist() == [7.0] * 3

@@ -13,8 +13,8 @@ from kvstore_server.protocol import messages as m
 from kvtrainer.client.client import Client
 from kvtrainer.client.session import SessionOptions
 from kvtrainer.errors import ConfigurationError, ServerUnreachableError
-from kvtrainer.kvstore.dist import DistKVStore, _show_debug_log, mode_of, water_mark_of
-from kvtrainer.kvstore.verbs import SERVERS, WORKERS, TableKVStore
+from kvtrainer.kvstore.dist import DistKVStore, _show_dist_debug_log, dist_mode_of, dist_water_mark_of
+from kvtrainer.kvstore.verbs import SERVERS, WORKERS, KVStoreVerbs
 from tests.support.scripted import Scripted
 
 NOBODY = {"rank": 0, "num_workers": 1, "servers": "127.0.0.1:1", "connect_timeout": 600.0}
@@ -23,13 +23,13 @@ NOBODY = {"rank": 0, "num_workers": 1, "servers": "127.0.0.1:1", "connect_timeou
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist", "DIST_Sync_Device", "dist_device_sync", "p3"])
 def test_most_names_are_synchronous(name: str) -> None:
-    assert mode_of(name, None, False, {}) is SYNCHRONOUS
+    assert dist_mode_of(name, None, False, {}) is SYNCHRONOUS
 
 
 @pytest.mark.parametrize("name", ["dist_async", "dist_async_device", "dist_device_async"])
 def test_names_with_async_apply_contributions_one_by_one(name: str) -> None:
-    assert mode_of(name, None, False, {}) == Mode("async")
-    assert mode_of(name, None, True, {}) == Mode("async", slow_down=True)
+    assert dist_mode_of(name, None, False, {}) == Mode("async")
+    assert dist_mode_of(name, None, True, {}) == Mode("async", slow_down=True)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_names_with_async_apply_contributions_one_by_one(name: str) -> None:
     [(3, {}, 3), (0, {"KVSTORE_STALENESS": "9"}, 0), (None, {"KVSTORE_STALENESS": "9"}, 9), (None, {}, 1)],
 )
 def test_the_bound_has_its_order_of_sources(given: int | None, environ: dict[str, str], bound: int) -> None:
-    assert mode_of("dist_ssp", given, False, environ).bound == bound
+    assert dist_mode_of("dist_ssp", given, False, environ).bound == bound
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_options_that_do_not_fit_are_refused(
     name: str, staleness: Any, scale: Any, environ: dict[str, str], text: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        mode_of(name, staleness, scale, environ)
+        dist_mode_of(name, staleness, scale, environ)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_options_that_do_not_fit_are_refused(
     ],
 )
 def test_messages_queue_by_priority_with_p3(name: str, environ: dict[str, str], mark: int) -> None:
-    assert water_mark_of(name, environ) == mark
+    assert dist_water_mark_of(name, environ) == mark
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_messages_queue_by_priority_with_p3(name: str, environ: dict[str, str], 
 )
 def test_unknown_values_of_the_variables_are_named(environ: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        water_mark_of("dist_sync", environ)
+        dist_water_mark_of("dist_sync", environ)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_worker_shows_its_debug_log_on_standard_error_once(
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     for _ in range(2):
-        _show_debug_log(3)
+        _show_dist_debug_log(3)
     logger.debug("round state=started")
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(" worker 3 DEBUG round state=started")
@@ -132,13 +132,13 @@ def test_a_worker_shows_its_debug_log_on_standard_error_once(
 def test_a_worker_leaves_its_log_to_the_script(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _show_debug_log(3)
+    _show_dist_debug_log(3)
     logger.debug("round state=started")
     assert logger.handlers == []
     assert caplog.messages == ["round state=started"]
 
 
-class Store(TableKVStore):
+class Store(KVStoreVerbs):
     """A store without verbs."""
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...

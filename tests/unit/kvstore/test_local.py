@@ -14,7 +14,7 @@ from kvstore_server.plan import TensorSpec
 from kvtrainer import optimizer
 from kvtrainer.errors import ConfigurationError, OptimizerError
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.kvstore.verbs import TableKVStore
+from kvtrainer.kvstore.verbs import KVStoreVerbs
 from tests.support.engines import client_of
 from tests.support.interrupts import Interrupt, lines_of
 from tests.support.local_stores import SHAPE, full, local, pulled
@@ -258,7 +258,7 @@ def test_an_updater_changes_integers_and_an_optimizer_refuses_them() -> None:
 
 def test_servers_refuse_integers_from_every_caller() -> None:
     with pytest.raises(ConfigurationError, match=r"'w'.*int32"):
-        TableKVStore("engines", client_of(1)).init("w", torch.tensor([1], dtype=torch.int32))
+        KVStoreVerbs("engines", client_of(1)).init("w", torch.tensor([1], dtype=torch.int32))
     with pytest.raises(ConfigurationError, match=r"'w'.*int32"):
         client_of(1).register({"w": [TensorSpec("w", (1,), "int32")]})
 

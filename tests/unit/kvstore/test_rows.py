@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode, encode
-from kvstore_server.server import packed
+from kvstore_server.protocol.frames import decode_frames, encode_frames
+from kvstore_server.server import pack_replies
 from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.client.client import Client, Loopback
 from kvtrainer.client.session import SessionOptions
@@ -27,13 +27,13 @@ from kvtrainer.errors import (
     SparsePullWarning,
 )
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.kvstore.verbs import TableKVStore
+from kvtrainer.kvstore.verbs import KVStoreVerbs
 from tests.support.engines import client_of
 
-Make = Callable[[], TableKVStore]
+Make = Callable[[], KVStoreVerbs]
 STORES = [
     pytest.param(LocalKVStore, id="local"),
-    pytest.param(lambda: TableKVStore("engines", client_of(3)), id="3-servers"),
+    pytest.param(lambda: KVStoreVerbs("engines", client_of(3)), id="3-servers"),
 ]
 BIG = (1200, 120)
 """Some slices of 64 KiB."""
@@ -45,14 +45,14 @@ def rows(shape: tuple[int, ...], ids: list[int], values: Any, dtype: torch.dtype
     return torch.sparse_coo_tensor(torch.tensor([ids], dtype=torch.int64), full, shape, check_invariants=True)
 
 
-def store_with(make: Make, **values: Tensor) -> TableKVStore:
+def store_with(make: Make, **values: Tensor) -> KVStoreVerbs:
     kv = make()
     kv.init(list(values), list(values.values()))
     return kv
 
 
 def everything(
-    kv: TableKVStore, key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    kv: KVStoreVerbs, key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     out = torch.full(shape, float("nan"), dtype=dtype)
     kv.pull(key, out=out)
@@ -262,7 +262,7 @@ def test_pull_from_servers_that_does_not_ignore_sparse_tensors_is_refused() -> N
         kv.pull("w", out=rows((4, 1), [0], 2.0), ignore_sparse=False)
 
 
-WRONG: dict[str, tuple[Callable[[TableKVStore], object], type[Exception], str]] = {
+WRONG: dict[str, tuple[Callable[[KVStoreVerbs], object], type[Exception], str]] = {
     "id too high": (lambda kv: kv.row_sparse_pull("w", row_ids=[3, 4, 9, 1]), RowIdError, r"rows 0 to 3.* 4, 9$"),
     "negative id": (lambda kv: kv.row_sparse_pull("w", row_ids=torch.tensor([-1])), RowIdError, "-1"),
     "a broken id": (lambda kv: kv.row_sparse_pull("w", row_ids=torch.tensor([0.5])), ConfigurationError, "whole"),
@@ -311,20 +311,20 @@ class Counting(Loopback):
         self.nbytes = 0
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
-        frames = [bytes(frame) for frame in encode(request)]
+        frames = [bytes(frame) for frame in encode_frames(request)]
         self.nbytes += sum(map(len, frames))
-        super().send(server, m.Request(*decode([bytearray(frame) for frame in frames])), priority)
+        super().send(server, m.Request(*decode_frames([bytearray(frame) for frame in frames])), priority)
         told = [m.Outgoing(b"", reply) for _, reply in self._replies]
         self._replies.clear()
-        self._replies.extend((server, out.reply) for out in packed(told))  # as the server's loop does
+        self._replies.extend((server, out.reply) for out in pack_replies(told))  # as the server's loop does
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         got = super().receive(timeout)
         if got is None:
             return None
-        frames = [bytes(frame) for frame in encode(got[1])]
+        frames = [bytes(frame) for frame in encode_frames(got[1])]
         self.nbytes += sum(map(len, frames))
-        return got[0], m.Reply(*decode([bytearray(frame) for frame in frames])[2:])
+        return got[0], m.Reply(*decode_frames([bytearray(frame) for frame in frames])[2:])
 
 
 class CountingStore(LocalKVStore):

@@ -39,7 +39,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(kvlaunch, "Launcher", Noted)
+    monkeypatch.setattr(kvlaunch, "JobLauncher", Noted)
     return arguments
 
 
@@ -95,7 +95,7 @@ def test_servers_are_supervised_where_they_come_back_with_their_weights(
     assert restarts == (3 if flags else 0)
     assert restarts_of_lost == 0
     for command in servers:
-        parsed = cli.build_parser({}).parse_args(command[command.index("kvstore_server") + 1 :])
+        parsed = cli.build_server_parser({}).parse_args(command[command.index("kvstore_server") + 1 :])
         assert (parsed.supervise, parsed.restarts) == ((True, 3) if supervised else (False, None))
 
 
@@ -113,7 +113,7 @@ def test_a_period_of_snapshots_is_a_number_of_rounds_or_of_seconds(
 ) -> None:
     _, environ, _ = launched("-n", "1", "--state-dir", "there", "--snapshot-every", text, "true")
     assert environ["KVSTORE_SNAPSHOT_EVERY"] == text
-    assert cli.build_parser(environ).parse_args([]).snapshot_every == expected
+    assert cli.build_server_parser(environ).parse_args([]).snapshot_every == expected
 
 
 @pytest.mark.parametrize("text", ["-1", "0s", "infs", "s", "soon", "1m", "2.5"])

@@ -16,7 +16,7 @@ from kvstore_server.errors import ConfigurationError, ConnectTimeoutError, Proto
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions, make_server
 from kvtrainer.jobs import dmlc
-from kvtrainer.jobs.dmlc import DmlcJob, SchedulerClient, read_dmlc
+from kvtrainer.jobs.dmlc import DmlcJob, DmlcSchedulerClient, read_dmlc
 from kvtrainer.jobs.scheduler import Scheduler
 from kvtrainer.jobs.topology import find_topology
 from tests.support.limits import FOREVER, LIMIT
@@ -139,7 +139,7 @@ def test_a_worker_that_is_given_another_number_of_workers_is_refused() -> None:
 )
 def test_a_worker_claims_one_rank(environ: dict[str, str], rank: int | None, expected: int | None) -> None:
     given = in_role("worker", **environ)
-    assert dmlc._claimed_rank(given, job_of("worker", **environ), rank, None) == expected
+    assert dmlc._claimed_dmlc_rank(given, job_of("worker", **environ), rank, None) == expected
 
 
 def test_a_worker_without_a_scheduler_says_where_it_looked_and_gives_up() -> None:
@@ -150,19 +150,19 @@ def test_a_worker_without_a_scheduler_says_where_it_looked_and_gives_up() -> Non
 
 def test_servers_listen_on_loopback_where_all_are_on_one_machine() -> None:
     job = job_of("server", DMLC_NODE_HOST="192.0.2.7")
-    assert dmlc._host_of_server({}, job, True) == "127.0.0.1"
+    assert dmlc._dmlc_server_host({}, job, True) == "127.0.0.1"
 
 
 def test_servers_for_other_machines_need_permission() -> None:
     job = job_of("server", DMLC_NODE_HOST="192.0.2.7")
     with pytest.raises(ConfigurationError, match=r"192\.0\.2\.7 .* set KVSTORE_ALLOW_PUBLIC_BIND=1 for all"):
-        dmlc._host_of_server({}, job, False)
-    assert dmlc._host_of_server({"KVSTORE_ALLOW_PUBLIC_BIND": "1"}, job, False) == "192.0.2.7"
+        dmlc._dmlc_server_host({}, job, False)
+    assert dmlc._dmlc_server_host({"KVSTORE_ALLOW_PUBLIC_BIND": "1"}, job, False) == "192.0.2.7"
 
 
 def test_without_a_host_name_servers_listen_where_the_way_to_the_scheduler_begins() -> None:
     job = job_of("server")
-    assert dmlc._host_of_server({}, job, False) == "127.0.0.1"
+    assert dmlc._dmlc_server_host({}, job, False) == "127.0.0.1"
 
 
 # When a server ends.
@@ -173,7 +173,7 @@ class Group:
 
     def __init__(self) -> None:
         self._engine = Engine(EngineConfig(dead_after=20.0))
-        self._workers = dmlc._Workers(self._engine, 2, 20.0, 0.0)
+        self._workers = dmlc._DmlcWorkers(self._engine, 2, 20.0, 0.0)
         self._sessions: dict[int, m.Welcome] = {}
 
     def come(self, rank: int, now: float) -> None:
@@ -224,7 +224,7 @@ def scheduler(workers: int, servers: int) -> Server:
 
 
 def ask(root: str, question: m.RequestBody, cancelled: Callable[[], bool] = lambda: False) -> object:
-    client = SchedulerClient(root)
+    client = DmlcSchedulerClient(root)
     try:
         return client.ask(question, LIMIT, cancelled)
     finally:

@@ -12,15 +12,15 @@ from kvtrainer.common.env import (
     SOURCES,
     TRANSPORTS,
     Topology,
-    attempt_of_job,
-    local_rank,
+    attempt_from_env,
+    local_rank_from_env,
     parse_address,
-    read_place,
+    read_place_from_env,
     read_timeout,
-    read_topology,
+    read_topology_from_env,
     shows_debug_log,
-    transport_of,
-    workers_of_job,
+    transport_from_env,
+    workers_from_env,
 )
 from kvtrainer.jobs.processes import inherited_environment
 
@@ -42,12 +42,12 @@ NAMES = list(LAUNCHERS)
 
 
 def test_topology_comes_from_the_environment() -> None:
-    assert read_topology(ENVIRON) == Topology(1, 3, ("tcp://10.0.0.1:5000", "tcp://10.0.0.2:5000"))
+    assert read_topology_from_env(ENVIRON) == Topology(1, 3, ("tcp://10.0.0.1:5000", "tcp://10.0.0.2:5000"))
 
 
 @pytest.mark.parametrize("environ", [{}, {"RANK": "x", "KVSTORE_RANK": "y", "KVSTORE_SERVERS": "z"}])
 def test_arguments_alone_are_enough_whatever_the_environment(environ: dict[str, str]) -> None:
-    topology = read_topology(environ, rank=0, num_workers=1, servers="a:1, b:2")
+    topology = read_topology_from_env(environ, rank=0, num_workers=1, servers="a:1, b:2")
     assert topology == Topology(0, 1, ("tcp://a:1", "tcp://b:2"))
 
 
@@ -58,7 +58,7 @@ def test_missing_variable_is_named_together_with_both_ways_to_give_it(name: str,
     if not empty:
         del environ[name]
     with pytest.raises(ConfigurationError, match=f"^{name} is not set") as caught:
-        read_topology(environ)
+        read_topology_from_env(environ)
     assert "kvlaunch -n" in str(caught.value)
     assert name.removeprefix("KVSTORE_").lower() + "=" in str(caught.value)
 
@@ -80,14 +80,14 @@ def test_missing_variable_is_named_together_with_both_ways_to_give_it(name: str,
 )
 def test_bad_variable_is_refused_with_its_value(name: str, value: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
-        read_topology({**ENVIRON, name: value})
+        read_topology_from_env({**ENVIRON, name: value})
     assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("value", [True, 1.0, [1]])
 def test_rank_of_a_wrong_type_is_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match="must be a whole number"):
-        read_topology(ENVIRON, rank=value)  # type: ignore[arg-type]
+        read_topology_from_env(ENVIRON, rank=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_rank_of_a_wrong_type_is_refused(value: object) -> None:
 )
 def test_servers_that_are_no_list_of_addresses_are_refused(servers: object, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        read_topology(ENVIRON, servers=servers)  # type: ignore[arg-type]
+        read_topology_from_env(ENVIRON, servers=servers)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_malformed_address_is_refused_with_its_text(text: str) -> None:
 
 @pytest.mark.parametrize("word", TRANSPORTS)
 def test_the_transport_is_the_one_of_the_variable_or_auto(word: str) -> None:
-    assert transport_of({"KVSTORE_TRANSPORT": f" {word} "}) == word
-    assert transport_of({"KVSTORE_TRANSPORT": ""}) == "auto"
+    assert transport_from_env({"KVSTORE_TRANSPORT": f" {word} "}) == word
+    assert transport_from_env({"KVSTORE_TRANSPORT": ""}) == "auto"
 
 
 def test_the_removed_transport_ipc_is_refused_with_those_to_use_instead() -> None:
     with pytest.raises(ConfigurationError, match=r"KVSTORE_TRANSPORT=ipc .*auto.*shared memory.*tcp"):
-        transport_of({"KVSTORE_TRANSPORT": "ipc"})
+        transport_from_env({"KVSTORE_TRANSPORT": "ipc"})
 
 
 # Launchers: the order, and one source for both numbers.
@@ -152,24 +152,24 @@ def test_the_removed_transport_ipc_is_refused_with_those_to_use_instead() -> Non
 @pytest.mark.parametrize("launcher", NAMES)
 def test_each_launcher_is_understood(launcher: str) -> None:
     place = 1 + NAMES.index(launcher)
-    assert read_place(LAUNCHERS[launcher], None, None) == (place, 9 + place)
-    assert workers_of_job(LAUNCHERS[launcher]) == (9 + place, SOURCES[place - 1].count)
+    assert read_place_from_env(LAUNCHERS[launcher], None, None) == (place, 9 + place)
+    assert workers_from_env(LAUNCHERS[launcher]) == (9 + place, SOURCES[place - 1].count)
 
 
 @pytest.mark.parametrize("first", range(len(NAMES)))
 def test_an_earlier_launcher_wins_over_all_later_ones(first: int) -> None:
     environ = {name: value for later in NAMES[first:] for name, value in LAUNCHERS[later].items()}
-    assert read_place(environ, None, None) == (1 + first, 10 + first)
+    assert read_place_from_env(environ, None, None) == (1 + first, 10 + first)
 
 
 @pytest.mark.parametrize("name", ["DMLC_WORKER_ID", "DMLC_RANK", "DMLC_TASK_ID"])
 def test_mxnets_launchers_say_the_rank_in_different_variables(name: str) -> None:
-    assert read_place({name: "1", "DMLC_NUM_WORKER": "2"}, None, None) == (1, 2)
+    assert read_place_from_env({name: "1", "DMLC_NUM_WORKER": "2"}, None, None) == (1, 2)
 
 
 def test_a_local_rank_is_no_rank() -> None:
     with pytest.raises(ConfigurationError, match="KVSTORE_RANK is not set and no rank was given"):
-        read_place({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, None, None)
+        read_place_from_env({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, None, None)
 
 
 HALVES = [(source.launcher, name) for source in SOURCES for name in (source.ranks[0], source.count) if name]
@@ -183,7 +183,7 @@ def test_half_of_a_source_is_never_completed_from_another(launcher: str, only: s
     earlier = {name for s in SOURCES[: SOURCES.index(source) + 1] for name in (*s.ranks, s.count)}
     environ = {name: value for name, value in later.items() if name not in earlier} | {only: "1"}
     with pytest.raises(ConfigurationError, match=rf"although {only}='1' was found \({launcher}\)") as caught:
-        read_place(environ, None, None)
+        read_place_from_env(environ, None, None)
     text = str(caught.value)
     assert "Set KVSTORE_RANK and KVSTORE_NUM_WORKERS, or pass" in text
     if "PMI_RANK" in environ and only != "PMI_RANK":
@@ -193,18 +193,18 @@ def test_half_of_a_source_is_never_completed_from_another(launcher: str, only: s
 
 def test_pmix_needs_the_number_of_workers_as_an_argument() -> None:
     with pytest.raises(ConfigurationError, match="PMIx does not tell the number of workers"):
-        read_place({"PMIX_RANK": "1"}, None, None)
-    assert read_place({"PMIX_RANK": "1"}, None, 2) == (1, 2)
+        read_place_from_env({"PMIX_RANK": "1"}, None, None)
+    assert read_place_from_env({"PMIX_RANK": "1"}, None, 2) == (1, 2)
 
 
 def test_an_argument_may_complete_half_a_source() -> None:
-    assert read_place({"WORLD_SIZE": "4"}, 3, None) == (3, 4)
-    assert read_place({"SLURM_PROCID": "1"}, None, 2) == (1, 2)
+    assert read_place_from_env({"WORLD_SIZE": "4"}, 3, None) == (3, 4)
+    assert read_place_from_env({"SLURM_PROCID": "1"}, None, 2) == (1, 2)
 
 
 def test_an_empty_variable_does_not_make_a_source() -> None:
     environ = {"KVSTORE_RANK": " ", "KVSTORE_NUM_WORKERS": "", **LAUNCHERS["Slurm"]}
-    assert read_place(environ, None, None) == (5, 14)
+    assert read_place_from_env(environ, None, None) == (5, 14)
 
 
 @pytest.mark.parametrize(
@@ -217,22 +217,25 @@ def test_an_empty_variable_does_not_make_a_source() -> None:
 )
 def test_a_bad_number_is_refused_with_the_name_of_its_variable(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        read_place(environ, None, None)
+        read_place_from_env(environ, None, None)
 
 
 def test_servers_come_from_our_own_variable_only() -> None:
     with pytest.raises(ConfigurationError, match=r"^KVSTORE_SERVERS is not set .*torchrun"):
-        read_topology(LAUNCHERS["torchrun"])
+        read_topology_from_env(LAUNCHERS["torchrun"])
     environ = {**LAUNCHERS["torchrun"], "KVSTORE_SERVERS": "h:1"}
-    assert read_topology(environ).servers == ("tcp://h:1",)
+    assert read_topology_from_env(environ).servers == ("tcp://h:1",)
 
 
 def test_servers_may_be_listed_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "servers"
     file.write_text("# two of them\nh:1\n\n tcp://h:2  # the other\n")
     environ = {**LAUNCHERS["kvlaunch"], "KVSTORE_SERVERS": f"@{file}"}
-    assert read_topology(environ).servers == ("tcp://h:1", "tcp://h:2")
-    assert read_topology({}, rank=0, num_workers=1, servers=f"@{file}").servers == ("tcp://h:1", "tcp://h:2")
+    assert read_topology_from_env(environ).servers == ("tcp://h:1", "tcp://h:2")
+    assert read_topology_from_env({}, rank=0, num_workers=1, servers=f"@{file}").servers == (
+        "tcp://h:1",
+        "tcp://h:2",
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_a_bad_file_of_servers_is_refused(tmp_path: Path, text: str | None, mess
     if text is not None:
         (tmp_path / "servers").write_text(text)
     with pytest.raises(ConfigurationError, match=message) as caught:
-        read_topology({}, rank=0, num_workers=1, servers=f"@{tmp_path / 'servers'}")
+        read_topology_from_env({}, rank=0, num_workers=1, servers=f"@{tmp_path / 'servers'}")
     assert isinstance(caught.value, FileNotFoundError) is (text is None)
 
 
@@ -251,7 +254,7 @@ def test_a_bad_file_of_servers_is_refused(tmp_path: Path, text: str | None, mess
     "environ", [{}, {"SLURM_NTASKS": "4"}, {"PMIX_RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "x"}]
 )
 def test_where_no_launcher_places_this_process_the_size_is_unknown(environ: dict[str, str]) -> None:
-    assert workers_of_job(environ) is None
+    assert workers_from_env(environ) is None
 
 
 # The log.
@@ -295,8 +298,8 @@ def test_bad_timeout_is_refused_with_name_and_value(text: str) -> None:
 def test_under_mpirun_in_a_batch_script_of_slurm_each_process_is_the_worker_that_mpirun_says() -> None:
     script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     of_mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    assert read_place({**script, **of_mpi}, None, None) == (3, 4)
-    assert local_rank({**script, **of_mpi}) == 1
+    assert read_place_from_env({**script, **of_mpi}, None, None) == (3, 4)
+    assert local_rank_from_env({**script, **of_mpi}) == 1
 
 
 @pytest.mark.parametrize(
@@ -312,7 +315,7 @@ def test_under_mpirun_in_a_batch_script_of_slurm_each_process_is_the_worker_that
 def test_a_process_has_the_number_on_its_host_that_a_launcher_says_or_else_its_rank(
     environ: dict[str, str], rank: int | None, expected: int
 ) -> None:
-    assert local_rank(environ, rank) == expected
+    assert local_rank_from_env(environ, rank) == expected
 
 
 @pytest.mark.parametrize(
@@ -325,7 +328,7 @@ def test_a_process_has_the_number_on_its_host_that_a_launcher_says_or_else_its_r
     ],
 )
 def test_the_attempt_of_a_job_is_the_launchers(environ: dict[str, str], expected: int) -> None:
-    assert attempt_of_job(environ) == expected
+    assert attempt_from_env(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -338,13 +341,13 @@ def test_the_attempt_of_a_job_is_the_launchers(environ: dict[str, str], expected
     ],
 )
 def test_a_count_that_not_all_processes_share_is_no_attempt(environ: dict[str, str]) -> None:
-    assert attempt_of_job(environ) == 0
+    assert attempt_from_env(environ) == 0
 
 
 @pytest.mark.parametrize("text", ["second", "-3"])
 def test_an_attempt_that_is_no_count_is_refused_with_its_variable(text: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"KVSTORE_ATTEMPT.*{text}"):
-        attempt_of_job({"KVSTORE_ATTEMPT": text})
+        attempt_from_env({"KVSTORE_ATTEMPT": text})
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -356,6 +359,6 @@ def test_processes_of_a_job_inherit_no_place_of_another_launcher(launcher: str) 
 
 def test_a_worker_finds_the_topology_in_the_variables_that_say_it() -> None:
     topology = Topology(1, 3, ("tcp://127.0.0.1:5000", "tcp://[::1]:5001"))
-    assert read_topology(topology.as_variables(0)) == topology
-    assert local_rank(topology.as_variables(0)) == 0
+    assert read_topology_from_env(topology.as_variables(0)) == topology
+    assert local_rank_from_env(topology.as_variables(0)) == 0
     assert "KVSTORE_SERVERS" not in Topology(0, 1, ()).as_variables(0)

@@ -12,13 +12,13 @@ import pytest
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.jobs.job import Host, Remote, bind_addresses, parse_hosts, place_servers, place_workers
-from kvtrainer.jobs.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, Output, Stream
+from kvtrainer.jobs.job import JobHost, Remote, bind_addresses, parse_hosts, place_servers, place_workers
+from kvtrainer.jobs.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, ProcessOutput, ProcessStream
 
-A, B = Host("", "a", 2), Host("", "b", 1)
+A, B = JobHost("", "a", 2), JobHost("", "b", 1)
 
 
-def names(hosts: list[Host]) -> str:
+def names(hosts: list[JobHost]) -> str:
     return "".join(host.name for host in hosts)
 
 
@@ -26,13 +26,13 @@ def test_every_form_of_a_line_is_read() -> None:
     text = "# all of them\n\na\n b slots=3 # three\nme@c-1.example.org:4\n192.0.2.1 slots = 2\n"
     text += "[::1]:5\n[2001:db8::1]\na\n"
     assert parse_hosts(text, "file") == [
-        Host("", "a", 1),
-        Host("", "b", 3),
-        Host("me", "c-1.example.org", 4),
-        Host("", "192.0.2.1", 2),
-        Host("", "::1", 5),
-        Host("", "2001:db8::1", 1),
-        Host("", "a", 1),
+        JobHost("", "a", 1),
+        JobHost("", "b", 3),
+        JobHost("me", "c-1.example.org", 4),
+        JobHost("", "192.0.2.1", 2),
+        JobHost("", "::1", 5),
+        JobHost("", "2001:db8::1", 1),
+        JobHost("", "a", 1),
     ]
 
 
@@ -78,14 +78,14 @@ def test_only_addresses_of_the_machine_itself_are_loopback(name: str, is_loopbac
 
 
 def test_servers_listen_on_loopback_or_on_the_address_of_their_host() -> None:
-    hosts = [Host("me", "192.0.2.1", 1), Host("", "2001:db8::1", 1)]
+    hosts = [JobHost("me", "192.0.2.1", 1), JobHost("", "2001:db8::1", 1)]
     assert bind_addresses(hosts, True) == ["tcp://192.0.2.1:0", "tcp://[2001:db8::1]:0"]
     assert bind_addresses(hosts[:1], False) == ["tcp://127.0.0.1:0"]
 
 
 def test_a_host_that_others_cannot_reach_under_its_name_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="host localhost has the address"):
-        bind_addresses([Host("", "localhost", 1)], True)
+        bind_addresses([JobHost("", "localhost", 1)], True)
 
 
 def remote(**given: object) -> Remote:
@@ -137,14 +137,14 @@ def split(*chunks: bytes, step: float = 0.0) -> list[bytes]:
     """All lines that `chunks` give, when the clock moves on by `step` seconds at each look."""
     now = iter(i * step for i in range(1_000_000))
     lines: list[bytes] = []
-    stream = Stream(-1, lines.append, lambda: next(now))
+    stream = ProcessStream(-1, lines.append, lambda: next(now))
     for chunk in chunks:
         stream.feed(chunk)
     stream.flush()
     return lines
 
 
-def drain(output: Output) -> None:
+def drain(output: ProcessOutput) -> None:
     while output.target is not None:
         assert output.write_some() is None
 
@@ -158,7 +158,7 @@ def test_lines_come_out_the_same_however_the_bytes_arrive() -> None:
 
 def test_nothing_comes_out_before_the_end_of_the_line() -> None:
     lines: list[bytes] = []
-    stream = Stream(-1, lines.append)
+    stream = ProcessStream(-1, lines.append)
     stream.feed(b"half")
     assert lines == []
     stream.feed(b" done\nnext")
@@ -194,7 +194,7 @@ def test_long_line_is_not_cut_inside_a_character() -> None:
 
 def test_bytes_that_are_not_text_become_replacement_characters() -> None:
     reading, writing = os.pipe()
-    output = Output()
+    output = ProcessOutput()
     output.put(writing, "[w0] ", b"a\xff\xfeb")
     drain(output)
     assert os.read(reading, 100).decode() == "[w0] a\ufffd\ufffdb\n"
@@ -205,7 +205,7 @@ def test_bytes_that_are_not_text_become_replacement_characters() -> None:
 def test_a_line_is_over_before_another_descriptor_gets_its_turn() -> None:
     reading, writing = os.pipe()
     alias = os.dup(writing)  # standard output and error of one terminal
-    output = Output()
+    output = ProcessOutput()
     output.put(writing, "", b"a" * 10_000)
     output.put(alias, "", b"b" * 10_000)
     output.put(writing, "", b"c")
@@ -217,7 +217,7 @@ def test_a_line_is_over_before_another_descriptor_gets_its_turn() -> None:
 
 def test_output_is_full_until_waiting_bytes_are_written() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
-    output = Output()
+    output = ProcessOutput()
     output.put(null, "", b"x" * HIGH_WATER)
     assert output.full
     drain(output)
@@ -229,7 +229,7 @@ def test_broken_descriptor_is_reported_once_and_the_other_one_goes_on() -> None:
     reading, broken = os.pipe()
     os.close(reading)
     reading, writing = os.pipe()
-    output = Output()
+    output = ProcessOutput()
     output.put(broken, "", b"lost")
     output.put(writing, "", b"kept")
     assert isinstance(output.write_some(), BrokenPipeError)

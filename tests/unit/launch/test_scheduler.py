@@ -20,8 +20,8 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import encode
-from kvtrainer.jobs.scheduler import REPLACED_AFTER, Scheduler, ranks_of
+from kvstore_server.protocol.frames import encode_frames
+from kvtrainer.jobs.scheduler import REPLACED_AFTER, Scheduler, scheduled_ranks
 
 TIMEOUT, DEAD_AFTER = 30.0, 20.0
 
@@ -131,11 +131,11 @@ def test_ranks_are_the_same_in_every_order(data: st.DataObject, places: list[tup
         job.process(f"w{at}", host=host, started=started, rank=claimed.get(at, -1))
         for at, (host, started) in enumerate(places)
     ]
-    expected = dict(zip(joins, ranks_of(joins), strict=True))
+    expected = dict(zip(joins, scheduled_ranks(joins), strict=True))
     assert sorted(expected.values()) == list(range(len(joins)))
     assert all(expected[joins[at]] == rank for at, rank in claimed.items())
     shuffled = data.draw(st.permutations(joins))
-    assert ranks_of(shuffled) == [expected[join] for join in shuffled]
+    assert scheduled_ranks(shuffled) == [expected[join] for join in shuffled]
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_processes_without_a_number_are_ordered_by_host_then_start_then_pid(
     job: Job, places: list[tuple[str, int, int]], ranks: list[int]
 ) -> None:
     joins = [job.process("w1", host=host, started=started, pid=pid) for host, started, pid in places]
-    assert ranks_of(joins) == ranks
+    assert scheduled_ranks(joins) == ranks
 
 
 def test_task_numbers_order_a_role_although_they_count_on_over_both(job: Job) -> None:
-    assert ranks_of([job.process("s1", task=3), job.process("s2", task=2, started=9)]) == [1, 0]
+    assert scheduled_ranks([job.process("s1", task=3), job.process("s2", task=2, started=9)]) == [1, 0]
 
 
 # Conflicts.
@@ -276,7 +276,7 @@ def test_a_long_list_of_the_missing_still_travels() -> None:
         job.join(f"s{i}", host="h" * 255)
     answer = job.join("w1")
     waits_for(answer)
-    assert encode(m.Reply(1, answer))
+    assert encode_frames(m.Reply(1, answer))
 
 
 # The end.

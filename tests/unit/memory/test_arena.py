@@ -89,13 +89,13 @@ def test_a_reused_address_stays_known_beside_another_thread(monkeypatch: pytest.
     class Placed(dict[int, Any]):
         def pop(self, *given: Any) -> Any:
             if threading.get_ident() == me:
-                calls.append(Call(lambda: arenas._record_placed([64], [there])))
+                calls.append(Call(lambda: arenas._record_placed_in_arena([64], [there])))
                 calls[0].join(SOON)
             return super().pop(*given)
 
     placed = Placed({64: weakref.ref(Parameter(torch.zeros(1)))})
     monkeypatch.setattr(arenas, "_placed", placed)
-    arenas._record_placed([128], [there])
+    arenas._record_placed_in_arena([128], [there])
     assert calls[0].outcome() is None
     assert placed[64]() is there
 

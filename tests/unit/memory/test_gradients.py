@@ -313,14 +313,14 @@ def test_a_lazy_parameter_is_hooked_once_by_two_threads(monkeypatch: pytest.Monk
     tracker = watch(*parameters)
     tracker.listen(seen.append)
     lazy.initialize_parameters(torch.ones(1, 1))
-    nodes_of = gradients._nodes_of
+    nodes_of = gradients._gradient_nodes_of
 
     def met(ready: Sequence[Parameter]) -> list[Node]:
         with suppress(threading.BrokenBarrierError):
             meeting.wait(SOON)
         return nodes_of(ready)
 
-    monkeypatch.setattr(gradients, "_nodes_of", met)
+    monkeypatch.setattr(gradients, "_gradient_nodes_of", met)
     assert [type(one) for one in together(*[lambda: other(torch.ones(1, 1))] * 2)] == [Tensor, Tensor]
     torch.stack([p.sum() for p in parameters]).sum().backward()
     assert sorted(seen) == [0, 1]
@@ -345,13 +345,13 @@ def test_closed_or_deleted_tracker_acts_no_more(end: str) -> None:
 def test_a_closed_tracker_leaves_no_hooks_for_the_others(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, ran = ones(), list[str]()
 
-    class Noting(gradients._BeforeAccumulation):
+    class Noting(gradients._BeforeGradientAccumulation):
         def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
             ran.append("before")
             return super().__call__(grads)
 
-    monkeypatch.setattr(gradients, "_BeforeAccumulation", Noting)
-    monkeypatch.setattr(gradients, "_after_accumulation", lambda *_: ran.append("after"))
+    monkeypatch.setattr(gradients, "_BeforeGradientAccumulation", Noting)
+    monkeypatch.setattr(gradients, "_after_gradient_accumulation", lambda *_: ran.append("after"))
     stays, goes = watch(p), watch(p)
     goes.listen(lambda at: None)
     if end == "close":

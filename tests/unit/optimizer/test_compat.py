@@ -11,7 +11,7 @@ import torch
 
 import kvtrainer
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer import create_from_spec, gluon, layerwise
+from kvstore_server.optimizer import create_optimizer_from_spec, gluon, layerwise
 from kvtrainer import Trainer
 from kvtrainer.errors import StateMismatchError, TorchNameWarning
 from tests.support.compat_table import ROWS, Row
@@ -164,7 +164,7 @@ def test_a_description_is_independent_of_the_environment(
     made = [kvtrainer.optimizer.create("rmsprop", compat=release) for release in ("mxnet1", "mxnet2")]
     monkeypatch.setenv("KVSTORE_COMPAT", variable)
     for optimizer, name in zip(made, ("mxnet1:rmsprop", "rmsprop"), strict=True):
-        arrived = create_from_spec(optimizer.spec())
+        arrived = create_optimizer_from_spec(optimizer.spec())
         assert arrived.spec() == optimizer.spec()
         assert (arrived.registered_name, arrived.is_mxnet1) == (name, optimizer.is_mxnet1)
 
@@ -172,7 +172,7 @@ def test_a_description_is_independent_of_the_environment(
 @pytest.mark.parametrize("name", ["mxnet1:adamw", "mxnet1:torch:SGD", "mxnet1:mxnet1:sgd"])
 def test_a_description_of_what_cannot_be_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError):
-        create_from_spec({"name": name, "hyper": {"lr": 0.1}})
+        create_optimizer_from_spec({"name": name, "hyper": {"lr": 0.1}})
 
 
 def test_the_name_with_its_prefix_means_the_same_as_the_option() -> None:
@@ -257,7 +257,7 @@ def test_a_store_that_is_told_names_decays_weights_and_gammas_alone() -> None:
         kv.pull(keys, out=pulled)
         ends[name] = [value.item() for value in pulled]
     assert ends == {"sgd": [0.5, 1.0, 0.5, 1.0, 0.5], "lars": [0.5, 1.0, 1.0, 1.0, 0.5]}
-    assert create_from_spec(optimizer.spec()).param_idx2name == {
+    assert create_optimizer_from_spec(optimizer.spec()).param_idx2name == {
         str(key): name for key, name in names.items()
     }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer import Optimizer, create, gluon, layerwise
-from kvstore_server.optimizer.layerwise import l2_norm
+from kvstore_server.optimizer.layerwise import layerwise_norm
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.gluon_cases import CASES, SAME_IN_MXNET1, Case
 from tests.support.gluon_formulas import FORMULAS, Numbers, Zeros
@@ -265,10 +265,10 @@ def test_a_norm_of_zero_leaves_the_step_its_own_length(name: str) -> None:
 
 
 def test_a_norm_neither_overflows_nor_loses_small_addends() -> None:
-    assert l2_norm(torch.full((4,), 3e30)) == pytest.approx(6e30)
+    assert layerwise_norm(torch.full((4,), 3e30)) == pytest.approx(6e30)
     many = torch.full((300_000,), 1e-4)
     many[0] = 1e4
-    assert l2_norm(many) ** 2 == pytest.approx(1e8 + 299_999 * 1e-8, rel=1e-12)
+    assert layerwise_norm(many) ** 2 == pytest.approx(1e8 + 299_999 * 1e-8, rel=1e-12)
 
 
 def test_groupadagrad_refuses_weight_decay_when_it_is_made_and_when_it_is_set_later() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.optimizer import Optimizer, create
-from kvstore_server.optimizer.gluon import normal
+from kvstore_server.optimizer.gluon import gluon_normal
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
 from tests.support.optimizer_slices import empty, update_slice
 
@@ -45,13 +45,13 @@ def one_by_hand(stream: tuple[object, ...], place: int) -> float:
 
 def test_an_element_is_a_fixed_function_of_stream_and_place() -> None:
     for stream, first in (((0, "w", 1), 0), ((7, "layer.bias", 123), 2**33 + 5)):
-        drawn = normal(stream, first, 200)
+        drawn = gluon_normal(stream, first, 200)
         by_hand = torch.tensor([one_by_hand(stream, first + i) for i in range(200)], dtype=torch.float64)
         torch.testing.assert_close(drawn, by_hand, rtol=1e-13, atol=1e-14)
 
 
 def test_the_moments_and_the_distribution_are_those_of_a_normal() -> None:
-    drawn = normal((0, "w", 1), 0, MANY)
+    drawn = gluon_normal((0, "w", 1), 0, MANY)
     for power, moment, variance in ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)):
         assert abs(drawn.pow(power).mean().item() - moment) < 4 * math.sqrt(variance / MANY), power
     expected = torch.arange(1, MANY + 1, dtype=torch.float64) / MANY
@@ -64,24 +64,24 @@ def test_the_moments_and_the_distribution_are_those_of_a_normal() -> None:
     "other", [(1, "w", 1), (0, "v", 1), (0, "w", 2), (0, "w1", 1)], ids=["seed", "key", "step", "longer key"]
 )
 def test_other_streams_are_independent(other: tuple[object, ...]) -> None:
-    one, two = normal((0, "w", 1), 0, MANY), normal(other, 0, MANY)
+    one, two = gluon_normal((0, "w", 1), 0, MANY), gluon_normal(other, 0, MANY)
     for a, b in ((one, two), (one[1:], two[:-1]), (one.square() - 1, two.square() - 1)):
         assert abs((a * b).mean().item()) < 4 * 2 / math.sqrt(MANY)
 
 
 def test_neighbouring_elements_are_independent() -> None:
-    drawn = normal((0, "w", 1), 0, MANY)
+    drawn = gluon_normal((0, "w", 1), 0, MANY)
     for lag in (1, 2, 64, 16384):
         assert abs((drawn[lag:] * drawn[:-lag]).mean().item()) < 4 / math.sqrt(MANY - lag)
 
 
 @pytest.mark.usefixtures("three_threads")
 def test_bits_do_not_depend_on_how_a_stream_is_cut() -> None:
-    whole = normal((3, "w", 9), 0, 70_000)
+    whole = gluon_normal((3, "w", 9), 0, 70_000)
     cuts = [0, 1, 8, 24, 63, 64, 65, 1000, 16_384, 16_392, 50_001, 70_000]
-    parts = [normal((3, "w", 9), a, b - a) for a, b in itertools.pairwise(cuts)]
+    parts = [gluon_normal((3, "w", 9), a, b - a) for a, b in itertools.pairwise(cuts)]
     assert torch.equal(torch.cat(parts), whole)
-    assert normal((3, "w", 9), 5, 0).shape == (0,)
+    assert gluon_normal((3, "w", 9), 5, 0).shape == (0,)
 
 
 NAMES = ["a", "bias", "big"]
@@ -124,7 +124,7 @@ def test_sgld_moves_every_element_as_in_float64(dtype: str, master: bool) -> Non
         expected = torch.ones(weights.numel(), dtype=torch.float64)
         for step in (1, 2, 3):
             expected -= 0.02 * (0.5 + 0.1 * expected)
-            expected += 0.2 * normal((0, key, step), 0, expected.numel())
+            expected += 0.2 * gluon_normal((0, key, step), 0, expected.numel())
         bound = 3 * torch.finfo(weights.dtype).eps
         torch.testing.assert_close(weights.double(), expected, rtol=bound, atol=bound)
 
@@ -161,4 +161,4 @@ def test_sgld_repeats_itself_with_a_seed_and_differs_with_another() -> None:
 
 def test_sgld_continues_its_noise_after_begin_num_update() -> None:
     weights = run(create("sgld", lr=0.04, begin_num_update=3), plan("float64"), 1)[0]
-    torch.testing.assert_close(weights, 0.99 + 0.2 * normal((0, "a", 4), 0, 30), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(weights, 0.99 + 0.2 * gluon_normal((0, "a", 4), 0, 30), rtol=1e-12, atol=0.0)

@@ -13,7 +13,7 @@ import torch
 
 import kvtrainer.optimizer as facade
 from kvstore_server.errors import ConfigurationError, SchedulerInUseError, UnknownNameError
-from kvstore_server.optimizer import Optimizer, create, create_from_spec, gluon, layerwise, register
+from kvstore_server.optimizer import Optimizer, create, create_optimizer_from_spec, gluon, layerwise, register
 from kvstore_server.optimizer.lr_scheduler import FactorScheduler
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvtrainer import Trainer
@@ -22,7 +22,7 @@ from tests.support.optimizer_slices import Key
 
 
 def travel(optimizer: Optimizer) -> Optimizer:
-    return create_from_spec(msgpack.unpackb(msgpack.packb(optimizer.spec())))
+    return create_optimizer_from_spec(msgpack.unpackb(msgpack.packb(optimizer.spec())))
 
 
 def halving(base_lr: float = 1.0) -> FactorScheduler:
@@ -209,7 +209,7 @@ def test_a_description_leaves_out_what_only_the_trainer_put_into_the_group() -> 
 
 def test_a_malformed_description_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="sgd"):
-        create_from_spec({"name": "sgd"})
+        create_optimizer_from_spec({"name": "sgd"})
 
 
 def test_a_registered_optimizer_is_found_by_its_class_name_and_inherits_options() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, coalesce_rows, create
-from kvstore_server.optimizer.rows import CACHED, GradFragments, ViewCache, aligned_fragments, sort_ids
+from kvstore_server.optimizer.rows import CACHED, GradFragments, ViewCache, aligned_fragments, sort_row_ids
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 from tests.support.optimizer_slices import Key, numbers
 
@@ -223,7 +223,7 @@ def test_equal_ids_are_put_in_order_as_they_were_given(num_rows: int, count: int
     drawn = np.random.default_rng(0)
     given = drawn.integers(0, num_rows, count) // drawn.integers(1, 1000, count)
     given = np.concatenate([given[:0], *[np.sort(part) for part in np.array_split(given, runs)]])
-    ordered = sort_ids(given, num_rows)
+    ordered = sort_row_ids(given, num_rows)
     assert ordered.order.tolist() == sorted(range(count), key=given.tolist().__getitem__)
     assert ordered.ids.tolist() == sorted(set(given.tolist()))
     assert torch.equal(ordered.ids[ordered.places()], torch.from_numpy(given))

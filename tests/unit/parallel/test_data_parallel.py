@@ -15,7 +15,7 @@ from torch.nn import BatchNorm1d, Dropout, Linear, Module, Sequential
 
 from kvtrainer import DataParallel, Trainer, build_data_parallel_model
 from kvtrainer.errors import BackwardTwiceError, ConfigurationError
-from kvtrainer.parallel.batch import PerReplica, scatter
+from kvtrainer.parallel.batch import PerReplica, scatter_batch
 
 TWO = ["cpu", "cpu"]
 
@@ -293,7 +293,7 @@ class Sample(NamedTuple):
 )
 def test_parts_differ_by_one_at_most_and_say_their_shares(size: int, count: int, lengths: list[Any]) -> None:
     batch = torch.arange(size)
-    parts = scatter(batch, [CPU] * count)
+    parts = scatter_batch(batch, [CPU] * count)
     assert [None if part is None else len(part) for part in parts] == lengths
     assert torch.equal(torch.cat([part for part in parts if part is not None]), batch)
     assert parts.shares == [(length or 0) / size for length in lengths]
@@ -308,7 +308,7 @@ def test_structure_is_kept_and_only_tensors_with_axes_are_split() -> None:
         "flag": True,
         "nothing": None,
     }
-    first, second = scatter(batch, [CPU] * 2)
+    first, second = scatter_batch(batch, [CPU] * 2)
     assert first["x"][0].tolist() == [0, 1]
     assert second["x"][1][0].tolist() == [[4, 5], [6, 7]]
     assert isinstance(second["x"], list)
@@ -323,15 +323,15 @@ def test_structure_is_kept_and_only_tensors_with_axes_are_split() -> None:
 def test_batch_is_split_along_the_axis_that_is_asked_for() -> None:
     batch = torch.arange(12).view(3, 4)
     for axis in (1, -1):
-        first, second = scatter(batch, [CPU] * 2, axis)
+        first, second = scatter_batch(batch, [CPU] * 2, axis)
         assert torch.equal(first, batch[:, :2])
         assert torch.equal(second, batch[:, 2:])
     with pytest.raises(ConfigurationError, match=r"the batch\['x'\] has shape \[3\] and no axis 1"):
-        scatter({"x": torch.zeros(3)}, [CPU] * 2, axis=1)
+        scatter_batch({"x": torch.zeros(3)}, [CPU] * 2, axis=1)
 
 
 def test_batch_without_tensors_goes_to_every_device_whole() -> None:
-    parts = scatter(["a", "b"], [CPU] * 2)
+    parts = scatter_batch(["a", "b"], [CPU] * 2)
     assert list(parts) == [["a", "b"]] * 2
     assert parts.shares is None
 
@@ -339,6 +339,6 @@ def test_batch_without_tensors_goes_to_every_device_whole() -> None:
 def test_tensors_of_different_lengths_or_without_entries_are_refused() -> None:
     batch = {"x": torch.zeros(8, 2), "anchors": torch.zeros(100)}
     with pytest.raises(ConfigurationError, match=r"\['x'\] has 8, the batch\['anchors'\] has 100"):
-        scatter(batch, [CPU] * 2)
+        scatter_batch(batch, [CPU] * 2)
     with pytest.raises(ConfigurationError, match="no entry along axis 0"):
-        scatter(torch.zeros(0, 3), [CPU] * 2)
+        scatter_batch(torch.zeros(0, 3), [CPU] * 2)

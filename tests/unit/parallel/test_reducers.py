@@ -10,7 +10,7 @@ from torch.nn import Linear, Parameter
 
 from kvtrainer import DataParallel, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.parallel.replicas import REDUCERS, flat_sum, make_reducer, tree_sum
+from kvtrainer.parallel.replicas import REDUCERS, flat_replica_sum, make_replica_reducer, tree_replica_sum
 from tests.support.pairwise import pairwise
 from tests.support.replica_training import STORES, backward, embedding, replicas, values
 
@@ -22,7 +22,7 @@ BIG4, BIG8 = [1e8, 1.0, -1e8, 1.0], [1e8, 1.0, -1e8, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 def summed(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     own = [part.clone() for part in parts]
-    make_reducer(name, [part.device for part in parts]).sum(own)
+    make_replica_reducer(name, [part.device for part in parts]).sum(own)
     return own[0]
 
 
@@ -82,33 +82,33 @@ def test_coalesced_sums_more_than_one_buffer() -> None:
 @ON_CPU
 def test_broadcast_gives_everyone_the_first_ones_numbers(name: str) -> None:
     source, targets = torch.arange(5.0), [torch.zeros(5), torch.ones(5)]
-    make_reducer(name, [CPU] * 3).broadcast(source, targets)
+    make_replica_reducer(name, [CPU] * 3).broadcast(source, targets)
     assert all(torch.equal(target, source) for target in targets)
 
 
 @pytest.mark.parametrize(
     ("count", "reach", "kind"),
     [
-        (2, lambda a, b: True, tree_sum),
-        (2, lambda a, b: False, flat_sum),
-        (4, lambda a, b: True, tree_sum),
-        (4, lambda a, b: a // 2 == b // 2, tree_sum),
-        (4, lambda a, b: a % 2 == b % 2, flat_sum),
-        (8, lambda a, b: True, tree_sum),
-        (8, lambda a, b: a // 2 == b // 2, flat_sum),
-        (3, lambda a, b: True, flat_sum),
+        (2, lambda a, b: True, tree_replica_sum),
+        (2, lambda a, b: False, flat_replica_sum),
+        (4, lambda a, b: True, tree_replica_sum),
+        (4, lambda a, b: a // 2 == b // 2, tree_replica_sum),
+        (4, lambda a, b: a % 2 == b % 2, flat_replica_sum),
+        (8, lambda a, b: True, tree_replica_sum),
+        (8, lambda a, b: a // 2 == b // 2, flat_replica_sum),
+        (3, lambda a, b: True, flat_replica_sum),
     ],
 )
 def test_automatic_choice_is_the_tree_where_devices_connect(count: int, reach: Any, kind: Any) -> None:
     devices = [torch.device("cuda", at) for at in range(count)]
-    assert make_reducer("auto", devices, reach).sum is kind
-    assert make_reducer("auto", [CPU] * count, reach).sum is flat_sum
+    assert make_replica_reducer("auto", devices, reach).sum is kind
+    assert make_replica_reducer("auto", [CPU] * count, reach).sum is flat_replica_sum
 
 
 @pytest.mark.parametrize("devices", [[CPU, CPU], [torch.device("cuda", 0)] * 2])
 def test_nccl_needs_distinct_cuda_devices(devices: list[torch.device]) -> None:
     with pytest.raises(ConfigurationError, match=r"cpu|cuda"):
-        make_reducer("nccl", devices)
+        make_replica_reducer("nccl", devices)
 
 
 @pytest.mark.parametrize("given", ["ring", "TREE", None, 3])

@@ -17,8 +17,8 @@ from kvtrainer.options.loss_scaler import (
     LossScaler,
     StaticLossScaler,
     TorchLossScaler,
+    loss_scaler_from_state,
     make_loss_scaler,
-    scaler_from_state,
 )
 
 SEQUENCE = [8.0, 8.0, 16.0, 16.0, 16.0, 32.0, 16.0, 16.0, 16.0, 32.0, 32.0]
@@ -124,8 +124,8 @@ def test_torchs_grad_scaler_takes_over_the_state_of_every_scaler(scaler: LossSca
 
 def test_states_that_older_releases_saved_still_load() -> None:
     static, gluon = (
-        scaler_from_state({"loss_scale": 8.0}),
-        scaler_from_state({"loss_scale": 8.0, "clean_steps": 3}),
+        loss_scaler_from_state({"loss_scale": 8.0}),
+        loss_scaler_from_state({"loss_scale": 8.0, "clean_steps": 3}),
     )
     assert (type(static), static.loss_scale) == (StaticLossScaler, 8)
     assert (type(gluon), gluon.loss_scale, gluon.clean_steps) == (LossScaler, 8, 3)
@@ -181,7 +181,7 @@ def test_floor_is_saved_and_one_that_was_asked_for_stays() -> None:
     "scaler", [LossScaler(8.0), TorchLossScaler(8.0, growth_interval=9), StaticLossScaler(8.0)]
 )
 def test_saved_state_tells_which_kind_of_scaler_it_is(scaler: LossScaler) -> None:
-    again = scaler_from_state(scaler.state_dict())
+    again = loss_scaler_from_state(scaler.state_dict())
     assert type(again) is type(scaler)
     assert again.state_dict() == scaler.state_dict()
 

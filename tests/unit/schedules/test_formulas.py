@@ -11,7 +11,7 @@ import torch
 
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.schedules import ParamSchedule, detectron_schedule
-from kvtrainer.schedules.formulas import make_policy
+from kvtrainer.schedules.formulas import make_formula
 
 CYCLE = (
     0.001, 0.00231801948, 0.0055, 0.00868198052, 0.01, 0.00933013372, 0.007500025, 0.00500005, 0.002500075,
@@ -45,19 +45,19 @@ MMCV: list[tuple[str, str, dict[str, Any], float, Sequence[float]]] = [
 
 
 def test_cycles_come_down_from_a_peak_that_gamma_brings_nearer_to_the_base() -> None:
-    value = make_policy("cyclic", {"gamma": 0.5, "cyclic_times": 2}, "lr", 20)
+    value = make_formula("cyclic", {"gamma": 0.5, "cyclic_times": 2}, "lr", 20)
     first, second = ([value(0.1, at, 20) for at in cycle] for cycle in (range(10), range(10, 20)))
     assert (max(first), max(second)) == pytest.approx((1.0, 0.55))
 
 
 @pytest.mark.parametrize("ratio", [[10, 1e-4], (10, 1e-4), [10], 10, 10.0])
 def test_target_ratio_may_be_a_list_a_tuple_or_a_number(ratio: Any) -> None:
-    value = make_policy("cyclic", {"target_ratio": ratio}, "lr", 10)
+    value = make_formula("cyclic", {"target_ratio": ratio}, "lr", 10)
     assert [value(0.001, at, 10) for at in range(10)] == pytest.approx(CYCLE, rel=1e-6)
 
 
 def test_one_cycle_of_three_phases_comes_back_to_its_start() -> None:
-    value = make_policy(
+    value = make_formula(
         "OneCycle", {"max_lr": 0.1, "three_phase": True, "anneal_strategy": "linear"}, "lr", 10
     )
     seen = [value(0.1, at, 10) for at in range(10)]
@@ -68,14 +68,14 @@ def test_one_cycle_of_three_phases_comes_back_to_its_start() -> None:
 
 
 def test_cosine_restarts_have_no_value_after_their_periods() -> None:
-    value = make_policy("CosineRestart", {"periods": [4, 4], "restart_weights": [1, 0.5], "min_lr": 0})
+    value = make_formula("CosineRestart", {"periods": [4, 4], "restart_weights": [1, 0.5], "min_lr": 0})
     with pytest.raises(ConfigurationError, match="over after 8"):
         value(0.1, 8, None)
 
 
 @pytest.mark.parametrize("policy", ["poly", "CosineAnnealing", "LinearAnnealing"])
 def test_policies_that_lead_to_an_end_stay_there(policy: str) -> None:
-    value = make_policy(policy, {"min_lr": 0.02}, "lr", 4)
+    value = make_formula(policy, {"min_lr": 0.02}, "lr", 4)
     assert value(0.1, 4, 4) == value(0.1, 9, 4) == pytest.approx(0.02)
 
 
@@ -87,7 +87,7 @@ def test_policies_that_lead_to_an_end_stay_there(policy: str) -> None:
     ],
 )  # fmt: skip
 def test_names_are_found_in_any_case(name: str, middle: float) -> None:
-    assert make_policy(name, {"min_lr": 0}, "lr", 2)(1.0, 1, 2) == pytest.approx(middle)
+    assert make_formula(name, {"min_lr": 0}, "lr", 2)(1.0, 1, 2) == pytest.approx(middle)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_names_are_found_in_any_case(name: str, middle: float) -> None:
 def test_impossible_options_are_refused(policy: str, options: dict[str, Any], message: str) -> None:
     error = UnknownNameError if policy == "cosine" else ConfigurationError
     with pytest.raises(error, match=message):
-        make_policy(policy, options, "lr", 10)
+        make_formula(policy, options, "lr", 10)
 
 
 SOLVER = {
@@ -153,7 +153,7 @@ def test_policies_have_the_values_of_detectron(policy: str) -> None:
 def test_exponential_decay_reaches_gamma_at_the_end() -> None:
     solver = {**SOLVER, "LR_POLICY": "exp_decay"}
     assert value_of(solver, 5) == pytest.approx(0.01759845, rel=1e-6)
-    assert make_policy("exp_decay", {"gamma": 0.1}, "lr", 90)(0.02, 90, 90) == pytest.approx(0.002)
+    assert make_formula("exp_decay", {"gamma": 0.1}, "lr", 90)(0.02, 90, 90) == pytest.approx(0.002)
 
 
 def test_warm_up_multiplies_what_the_policy_says() -> None:

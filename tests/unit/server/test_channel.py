@@ -25,8 +25,15 @@ from kvstore_server.budget import Budget
 from kvstore_server.errors import ConfigurationError, ProtocolError
 from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.transport import channel
-from kvstore_server.transport.arena import Leases, Places, SharedArena, make_memory
-from kvstore_server.transport.channel import _ROOM, MIN_MEMORY, Channel, Listener, connect, watch
+from kvstore_server.transport.arena import ArenaPlaces, Leases, SharedArena, make_shared_memory
+from kvstore_server.transport.channel import (
+    _ROOM,
+    MIN_MEMORY,
+    Channel,
+    ChannelListener,
+    connect_channel,
+    watch_over_channel,
+)
 from kvstore_server.transport.exports import WeightExports
 from tests.support.processes import Call
 
@@ -44,12 +51,17 @@ def ends() -> Iterator[Pair]:
     opened: list[Channel] = []
 
     def connected(
-        make: Callable[[int], int | None] = lambda nbytes: make_memory(nbytes) if nbytes < GIB else None,
+        make: Callable[[int], int | None] = lambda nbytes: (
+            make_shared_memory(nbytes) if nbytes < GIB else None
+        ),
         memory: int | None = None,
         exports: WeightExports | None = None,
     ) -> tuple[Channel, Channel]:
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        requests, replies = make_memory(MIN_MEMORY) if memory is None else memory, make_memory(MIN_MEMORY)
+        requests, replies = (
+            make_shared_memory(MIN_MEMORY) if memory is None else memory,
+            make_shared_memory(MIN_MEMORY),
+        )
         worker = Channel(a, SharedArena(os.dup(requests)), SharedArena(os.dup(replies)))
 
         def made(nbytes: int, number: int) -> tuple[SharedArena, int] | None:
@@ -69,9 +81,9 @@ def bytes_of(frames: list[Any] | None) -> list[bytes] | None:
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener() -> Iterator[ChannelListener]:
     """A server's side that knows one session."""
-    found = Listener(
+    found = ChannelListener(
         RUN, lambda peer, token: (peer, token) == (OWN, TOKEN), Budget(0, 0, lambda: 1 << 40), Leases()
     )
     yield found
@@ -150,7 +162,7 @@ def test_a_worker_asks_for_no_more_memory_while_what_it_got_waits_for_its_socket
 
 
 def test_the_worker_takes_the_pages_of_memory_that_it_will_write_and_not_the_server_that_others_wait_for(
-    ends: Pair, listener: Listener
+    ends: Pair, listener: ChannelListener
 ) -> None:
     made: list[int] = []
 
@@ -213,7 +225,7 @@ def test_where_no_memory_can_be_had_frames_are_copied_and_their_places_used_agai
 
 
 def test_only_the_numbers_of_a_message_can_change_after_it_was_received(ends: Pair) -> None:
-    memory = make_memory(MIN_MEMORY)
+    memory = make_shared_memory(MIN_MEMORY)
     hostile = SharedArena(os.dup(memory))
     worker, server = ends(memory=memory)
     worker.send([b"h" * 3000, b"b" * 3000, b"e" * 3000, b"p" * 3000])
@@ -224,7 +236,7 @@ def test_only_the_numbers_of_a_message_can_change_after_it_was_received(ends: Pa
 
 
 def test_nobody_can_change_the_size_of_the_memory() -> None:
-    fd = make_memory(MIN_MEMORY)
+    fd = make_shared_memory(MIN_MEMORY)
     for size in (0, 2 * MIN_MEMORY):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
@@ -254,7 +266,7 @@ def test_places_never_overlap_and_all_of_them_can_be_had_again_in_any_order(
     turns: list[tuple[int, bool, int]],
 ) -> None:
     """Of each turn: how much is taken, and whether an earlier place is given back, and which."""
-    places, given_out = Places(100_000), dict[int, int]()
+    places, given_out = ArenaPlaces(100_000), dict[int, int]()
     for nbytes, gives_back, which in turns:
         begin = places.take(nbytes)
         if begin is not None:
@@ -284,14 +296,14 @@ def test_an_end_that_was_closed_is_an_error_on_the_other_side_after_what_it_said
         worker.receive()
 
 
-def taken(listener: Listener) -> list[tuple[bytes, Any]]:
+def taken(listener: ChannelListener) -> list[tuple[bytes, Any]]:
     """The messages that have come, each with the name of its sender."""
     found: list[tuple[bytes, Any]] = []
     listener.receive(lambda peer, frames: found.append((peer, bytes_of(frames))))
     return found
 
 
-def answered(listener: Listener, call: Callable[[], object]) -> Any:
+def answered(listener: ChannelListener, call: Callable[[], object]) -> Any:
     """What a call returns or raises while the listener looks after its descriptors."""
     running = Call(call)
     while running.is_running:
@@ -299,8 +311,10 @@ def answered(listener: Listener, call: Callable[[], object]) -> Any:
     return running.outcome()
 
 
-def test_a_worker_with_a_session_gets_a_channel_and_is_heard_under_its_name(listener: Listener) -> None:
-    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+def test_a_worker_with_a_session_gets_a_channel_and_is_heard_under_its_name(
+    listener: ChannelListener,
+) -> None:
+    worker = answered(listener, lambda: connect_channel(RUN, TOKEN, OWN))
     worker.send([b"head", b"body"])
     assert taken(listener) == [(OWN, [b"head", b"body"])]
     assert listener.channels[OWN].send([b"answer"])
@@ -311,23 +325,25 @@ def test_a_worker_with_a_session_gets_a_channel_and_is_heard_under_its_name(list
 
 
 @pytest.mark.parametrize(("token", "own"), [(TOKEN + 1, OWN), (TOKEN, b"another"), (0, b"")])
-def test_who_has_no_session_gets_no_memory(listener: Listener, token: int, own: bytes) -> None:
-    assert isinstance(answered(listener, lambda: connect(RUN, token, own)), ConnectionError)
+def test_who_has_no_session_gets_no_memory(listener: ChannelListener, token: int, own: bytes) -> None:
+    assert isinstance(answered(listener, lambda: connect_channel(RUN, token, own)), ConnectionError)
     assert listener.channels == {}
 
 
-def test_a_process_of_another_user_is_refused(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_is_refused(
+    listener: ChannelListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert isinstance(answered(listener, lambda: connect(RUN, TOKEN, OWN)), OSError)
+    assert isinstance(answered(listener, lambda: connect_channel(RUN, TOKEN, OWN)), OSError)
 
 
 def test_a_worker_that_asks_for_no_bytes_is_cut_off_before_a_descriptor_is_opened(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: ChannelListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+    worker = answered(listener, lambda: connect_channel(RUN, TOKEN, OWN))
     made: list[int] = []
-    monkeypatch.setattr(channel, "make_memory", made.append)
+    monkeypatch.setattr(channel, "make_shared_memory", made.append)
     worker._put(_ROOM, (), (), 0)
     assert taken(listener) == []
     assert (listener.channels, made) == ({}, [])
@@ -335,25 +351,25 @@ def test_a_worker_that_asks_for_no_bytes_is_cut_off_before_a_descriptor_is_opene
 
 
 def test_a_server_that_has_memory_for_one_direction_only_leaves_no_descriptor(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: ChannelListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
 
     def make_once(nbytes: int) -> int:
         if made:
             raise OSError(errno.EMFILE, "too many open files")
-        made.append(make_memory(nbytes))
+        made.append(make_shared_memory(nbytes))
         return made[0]
 
-    monkeypatch.setattr(channel, "make_memory", make_once)
-    assert isinstance(answered(listener, lambda: connect(RUN, TOKEN, OWN)), ConnectionError)
+    monkeypatch.setattr(channel, "make_shared_memory", make_once)
+    assert isinstance(answered(listener, lambda: connect_channel(RUN, TOKEN, OWN)), ConnectionError)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0])
 
 
 def test_without_a_server_of_that_run_on_this_host_there_is_no_channel() -> None:
     with pytest.raises(ConnectionRefusedError):
-        connect(RUN + 1, TOKEN, OWN)
+        connect_channel(RUN + 1, TOKEN, OWN)
 
 
 @pytest.mark.parametrize("is_workers", [True, False])
@@ -399,10 +415,10 @@ def test_a_channel_under_a_high_number_gives_memory_later_as_any_other(ends: Pai
 
 def test_a_session_that_has_ended_loses_its_channel() -> None:
     sessions = {OWN: TOKEN}
-    listener = Listener(
+    listener = ChannelListener(
         RUN + 2, lambda peer, token: sessions.get(peer) == token, Budget(0, 0, lambda: 1 << 40), Leases()
     )
-    worker = answered(listener, lambda: connect(RUN + 2, TOKEN, OWN))
+    worker = answered(listener, lambda: connect_channel(RUN + 2, TOKEN, OWN))
     sessions.clear()
     listener.reap_and_flush(0.0)
     with pytest.raises(ConnectionError):
@@ -413,9 +429,9 @@ def test_a_session_that_has_ended_loses_its_channel() -> None:
 
 
 def test_a_process_that_has_ended_loses_its_channel_once_it_was_heard_whoever_has_it_open(
-    listener: Listener,
+    listener: ChannelListener,
 ) -> None:
-    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+    worker = answered(listener, lambda: connect_channel(RUN, TOKEN, OWN))
     ended = subprocess.Popen(["true"])
     [process] = listener.processes._found.values()
     other = os.pidfd_open(ended.pid)
@@ -430,8 +446,8 @@ def test_a_process_that_has_ended_loses_its_channel_once_it_was_heard_whoever_ha
     worker.close()
 
 
-def test_a_worker_that_lives_keeps_its_channel(listener: Listener) -> None:
-    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+def test_a_worker_that_lives_keeps_its_channel(listener: ChannelListener) -> None:
+    worker = answered(listener, lambda: connect_channel(RUN, TOKEN, OWN))
     listener.reap_and_flush(0.0)
     assert (list(listener.channels), list(listener.processes)) == ([OWN], [(OWN, TOKEN)])
     worker.close()
@@ -439,14 +455,14 @@ def test_a_worker_that_lives_keeps_its_channel(listener: Listener) -> None:
 
 def test_a_worker_without_a_channel_is_watched_as_one_with_it_until_its_session_ends() -> None:
     sessions, seen = {OWN: TOKEN}, []
-    listener = Listener(
+    listener = ChannelListener(
         RUN + 3,
         lambda peer, token: sessions.get(peer) == token,
         Budget(0, 0, lambda: 1 << 40),
         Leases(),
         lambda processes, now: seen.append((list(processes), now)),
     )
-    process = answered(listener, lambda: watch(RUN + 3, TOKEN, OWN))
+    process = answered(listener, lambda: watch_over_channel(RUN + 3, TOKEN, OWN))
     listener.reap_and_flush(1.0)
     sessions.clear()
     listener.reap_and_flush(2.0)
@@ -456,8 +472,8 @@ def test_a_worker_without_a_channel_is_watched_as_one_with_it_until_its_session_
     listener.close()
 
 
-def test_nobody_is_watched_who_has_no_session(listener: Listener) -> None:
-    assert isinstance(answered(listener, lambda: watch(RUN, TOKEN + 1, OWN)), ConnectionError)
+def test_nobody_is_watched_who_has_no_session(listener: ChannelListener) -> None:
+    assert isinstance(answered(listener, lambda: watch_over_channel(RUN, TOKEN + 1, OWN)), ConnectionError)
     assert list(listener.processes) == []
 
 
@@ -628,22 +644,22 @@ def budget() -> Budget:
 
 
 @pytest.fixture
-def bounded(budget: Budget) -> Iterator[Listener]:
+def bounded(budget: Budget) -> Iterator[ChannelListener]:
     """A server's side of workers of any name that has a limit of its memory."""
-    found = Listener(RUN + 3, lambda _peer, token: token == TOKEN, budget, Leases())
+    found = ChannelListener(RUN + 3, lambda _peer, token: token == TOKEN, budget, Leases())
     yield found
     found.close()
 
 
-def joined(listener: Listener, own: bytes = OWN) -> Channel:
+def joined(listener: ChannelListener, own: bytes = OWN) -> Channel:
     """The end of a worker that has been given a channel."""
-    found = answered(listener, lambda: connect(RUN + 3, TOKEN, own))
+    found = answered(listener, lambda: connect_channel(RUN + 3, TOKEN, own))
     assert isinstance(found, Channel)
     return found
 
 
 def test_all_memory_of_a_channel_counts_from_before_it_is_made_until_the_channel_ends(
-    bounded: Listener, budget: Budget
+    bounded: ChannelListener, budget: Budget
 ) -> None:
     worker = joined(bounded)
     assert budget.shared == 2 * MIN_MEMORY
@@ -667,7 +683,7 @@ def test_all_memory_of_a_channel_counts_from_before_it_is_made_until_the_channel
     assert budget.shared == 0
 
 
-def test_memory_counts_until_the_last_frame_of_it_was_read(bounded: Listener, budget: Budget) -> None:
+def test_memory_counts_until_the_last_frame_of_it_was_read(bounded: ChannelListener, budget: Budget) -> None:
     worker = joined(bounded)
     worker.send([b"head", b"body", b"x" * MIB])
     kept: list[Any] = []
@@ -681,10 +697,10 @@ def test_memory_counts_until_the_last_frame_of_it_was_read(bounded: Listener, bu
 
 
 def test_what_a_server_may_not_use_is_not_made_and_the_worker_goes_on_without(
-    bounded: Listener, budget: Budget, monkeypatch: pytest.MonkeyPatch
+    bounded: ChannelListener, budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, made = joined(bounded), list[int]()
-    monkeypatch.setattr(channel, "make_memory", made.append)
+    monkeypatch.setattr(channel, "make_shared_memory", made.append)
     asked = worker.ask_for_staging_buffer(56 * MIB + 1)
     worker.make_room(32 * MIB)
     assert taken(bounded) == []
@@ -697,21 +713,23 @@ def test_what_a_server_may_not_use_is_not_made_and_the_worker_goes_on_without(
     worker.close()
 
 
-def test_a_worker_that_a_server_has_no_memory_for_is_told_that(bounded: Listener, budget: Budget) -> None:
+def test_a_worker_that_a_server_has_no_memory_for_is_told_that(
+    bounded: ChannelListener, budget: Budget
+) -> None:
     budget.claim(60 * MIB, "a table")
-    told = answered(bounded, lambda: connect(RUN + 3, TOKEN, OWN))
+    told = answered(bounded, lambda: connect_channel(RUN + 3, TOKEN, OWN))
     assert isinstance(told, ConnectionRefusedError)
     assert "memory" in str(told)
     assert (bounded.channels, budget.shared) == ({}, 0)
 
 
 def test_memory_that_cannot_be_made_does_not_count(
-    bounded: Listener, budget: Budget, monkeypatch: pytest.MonkeyPatch
+    bounded: ChannelListener, budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EMFILE, "too many open files")
 
-    for name in ("make_memory", "SharedArena"):
+    for name in ("make_shared_memory", "SharedArena"):
         with monkeypatch.context() as patch:
             patch.setattr(channel, name, fail)
             assert bounded.make(MIB, 1) is None
@@ -719,7 +737,7 @@ def test_memory_that_cannot_be_made_does_not_count(
 
 
 def test_tables_are_not_refused_for_shared_memory_and_the_largest_channels_make_way_for_them(
-    bounded: Listener, budget: Budget
+    bounded: ChannelListener, budget: Budget
 ) -> None:
     small, large = joined(bounded, b"small"), joined(bounded, b"large")
     large.ask_for_staging_buffer(40 * MIB)
@@ -740,7 +758,7 @@ def test_tables_are_not_refused_for_shared_memory_and_the_largest_channels_make_
 
 def test_weights_that_workers_read_where_they_lie_count_once_as_those_of_their_table() -> None:
     budget, leases = Budget(0, 0, lambda: GIB), Leases()
-    listener = Listener(RUN + 3, lambda *_: True, budget, leases)
+    listener = ChannelListener(RUN + 3, lambda *_: True, budget, leases)
     assert leases.shared(8 * MIB) is not None
     assert budget.shared == 0
     listener.close()

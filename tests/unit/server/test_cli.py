@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore_server import cli
-from kvstore_server.cli import build_parser, main
+from kvstore_server.cli import build_server_parser, main
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.processes import Process, Processes, ProcessState, describe_exit
@@ -22,7 +22,7 @@ from tests.support.processes import eventually
 
 
 def test_help_lists_every_flag_with_its_twin_in_the_environment() -> None:
-    text = build_parser({}).format_help()
+    text = build_server_parser({}).format_help()
     described = re.split(r"\n  (?=-)", text)[1:]
     flags = {re.search(r"--[a-z-]+", part).group(): part for part in described}  # type: ignore[union-attr]
     assert len(flags) >= 12
@@ -34,7 +34,7 @@ def test_help_lists_every_flag_with_its_twin_in_the_environment() -> None:
 def test_a_variable_gives_a_flags_default_and_the_flag_wins(flag: str) -> None:
     variable = "KVSTORE_" + flag.strip("-").replace("-", "_").upper()
     name = flag.strip("-").replace("-", "_")
-    parser = build_parser({variable: "7"})
+    parser = build_server_parser({variable: "7"})
     assert str(getattr(parser.parse_args([]), name)) in ("7", "7.0")
     assert str(getattr(parser.parse_args([flag, "8"]), name)) in ("8", "8.0")
 

@@ -17,7 +17,7 @@ from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, encode, pack_control
+from kvstore_server.protocol.frames import MAX_FRAME, encode_frames, pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
 from kvtrainer.client.client import Client, Loopback
@@ -241,8 +241,8 @@ def test_a_body_that_cannot_travel_is_refused_before_anything_is_sent(
 
 def test_the_longest_body_and_answer_fit_into_a_frame() -> None:
     text = bytes(commands.LONGEST)
-    request = encode(m.Request(1, 2, 3, m.Command((1 << 31) - 1, text)))
-    reply = encode(m.Reply(3, m.Status({"answer": text})))
+    request = encode_frames(m.Request(1, 2, 3, m.Command((1 << 31) - 1, text)))
+    reply = encode_frames(m.Reply(3, m.Status({"answer": text})))
     assert max(len(frame) for frame in (*request, *reply)) <= MAX_FRAME
 
 
@@ -367,7 +367,8 @@ def test_many_events_travel_in_pieces_that_fit_a_frame_and_arrive_as_they_were()
     assert events[: len(sent)] == sent
     recording = engine.namespaces["job"].recording
     pieces = [
-        encode(m.Request(0, 0, 0, m.Status(recording.piece(at))))[1:] for at in (0, 3000, 5999, 6000, 10**9)
+        encode_frames(m.Request(0, 0, 0, m.Status(recording.piece(at))))[1:]
+        for at in (0, 3000, 5999, 6000, 10**9)
     ]
     assert max(len(piece) for piece in pieces) <= MAX_FRAME
 

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_server.durable.fd_store import (
-    NotifySocket,
-    StoredDescriptor,
-    inherited_descriptors,
-    notify_address,
+    FdStoreDescriptor,
+    SupervisorFdStore,
+    descriptors_from_fd_store,
+    fd_store_address,
 )
 from kvstore_server.durable.journal import (
     PLAN,
@@ -30,15 +30,15 @@ from kvstore_server.durable.journal import (
     RANGES,
     ROWS,
     Journal,
-    Progress,
-    Ranges,
-    UndoPlan,
-    undo_plan,
-    undo_ranges,
-    undo_rows,
+    JournaledRanges,
+    JournalPlan,
+    JournalProgress,
+    undo_journal_plan,
+    undo_journal_ranges,
+    undo_journal_rows,
 )
-from kvstore_server.durable.log import Log, Record, read_generation, read_records
-from kvstore_server.durable.memory import DurableMemory, Region
+from kvstore_server.durable.log import DurableLog, LogRecord, read_log_generation, read_log_records
+from kvstore_server.durable.memory import DurableMemory, DurableRegion
 from kvstore_server.errors import RecoveryError
 from tests.support.durable import HeldDescriptors
 
@@ -66,11 +66,11 @@ class Held:
         memory = DurableMemory(self.store, lambda *_: None)
         for name, fd in self.store.passed():
             number = int(name.rpartition("-")[2])
-            memory.add(Region(number, self.named[number], fd))
+            memory.add(DurableRegion(number, self.named[number], fd))
         for what, data in reversed(self.records):
             if what != PLAN:
-                (undo_rows if what == ROWS else undo_ranges)(memory, data)
-        undo_plan(memory, self.journal.change, [data for what, data in self.records if what == PLAN])
+                (undo_journal_rows if what == ROWS else undo_journal_ranges)(memory, data)
+        undo_journal_plan(memory, self.journal.change, [data for what, data in self.records if what == PLAN])
         return memory
 
 
@@ -88,10 +88,10 @@ def test_only_own_descriptors_of_this_process_are_inherited() -> None:
     fd = os.memfd_create("x")
     variables = {"LISTEN_PID": "7", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "kvstore-log-1:http", "OTHER": "1"}
     environ = dict(variables)
-    assert inherited_descriptors(environ, 8, fd) == []
+    assert descriptors_from_fd_store(environ, 8, fd) == []
     assert environ == {"OTHER": "1"}
     environ = dict(variables)
-    assert inherited_descriptors(environ, 7, fd) == [StoredDescriptor("kvstore-log-1", fd)]
+    assert descriptors_from_fd_store(environ, 7, fd) == [FdStoreDescriptor("kvstore-log-1", fd)]
     assert environ == {"OTHER": "1"}
     os.close(fd)
 
@@ -101,14 +101,14 @@ def test_only_own_descriptors_of_this_process_are_inherited() -> None:
 )
 def test_variables_that_contradict_each_other_are_refused(count: str, names: str) -> None:
     with pytest.raises(RecoveryError):
-        inherited_descriptors({"LISTEN_PID": "7", "LISTEN_FDS": count, "LISTEN_FDNAMES": names}, 7)
+        descriptors_from_fd_store({"LISTEN_PID": "7", "LISTEN_FDS": count, "LISTEN_FDNAMES": names}, 7)
 
 
 def test_a_supervisor_that_keeps_no_descriptors_is_none() -> None:
-    assert notify_address({"NOTIFY_SOCKET": "/run/x"}) is None
-    assert notify_address({"NOTIFY_SOCKET": "/run/x", "FDSTORE": "0"}) is None
-    assert notify_address({"FDSTORE": "9"}) is None
-    assert notify_address({"NOTIFY_SOCKET": "@x", "FDSTORE": "9"}) == ("@x", 9)
+    assert fd_store_address({"NOTIFY_SOCKET": "/run/x"}) is None
+    assert fd_store_address({"NOTIFY_SOCKET": "/run/x", "FDSTORE": "0"}) is None
+    assert fd_store_address({"FDSTORE": "9"}) is None
+    assert fd_store_address({"NOTIFY_SOCKET": "@x", "FDSTORE": "9"}) == ("@x", 9)
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
@@ -127,7 +127,7 @@ def test_descriptors_are_sent_with_their_names_and_waited_for(tmp_path: Path, is
 
     reader = threading.Thread(target=read)
     reader.start()
-    store = NotifySocket(f"@{address}" if is_abstract else address, 1)
+    store = SupervisorFdStore(f"@{address}" if is_abstract else address, 1)
     fd = os.memfd_create("x")
     os.write(fd, b"hello")
     store.store("kvstore-a", fd)
@@ -144,7 +144,7 @@ def test_descriptors_are_sent_with_their_names_and_waited_for(tmp_path: Path, is
 
 def test_no_supervisor_at_the_address_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecoveryError, match="NOTIFY_SOCKET"):
-        NotifySocket(str(tmp_path / "nobody"), 1)
+        SupervisorFdStore(str(tmp_path / "nobody"), 1)
 
 
 # ---------------------------------------------------------------- the log
@@ -152,7 +152,7 @@ def test_no_supervisor_at_the_address_is_an_error(tmp_path: Path) -> None:
 
 def written(*records: tuple[int, bytes], generation: int = 3) -> int:
     """A log of these records, without the room behind its end."""
-    log = Log(os.memfd_create("log"), generation)
+    log = DurableLog(os.memfd_create("log"), generation)
     for kind, data in records:
         log.append(kind, data[:1], data[1:])
     os.ftruncate(log.fd, log.end)
@@ -164,22 +164,22 @@ RECORDS = [(1, b"what"), (2, b""), (7, bytes(range(256))), (2, b"last")]
 
 def test_a_log_is_read_as_it_was_written() -> None:
     fd = written(*RECORDS)
-    assert read_generation(fd) == 3
-    assert list(read_records(fd)) == [Record(*one) for one in RECORDS]
+    assert read_log_generation(fd) == 3
+    assert list(read_log_records(fd)) == [LogRecord(*one) for one in RECORDS]
 
 
 def test_a_log_grows_beyond_its_first_room() -> None:
-    log = Log(os.memfd_create("log"), 3)
-    records = [Record(at % 5, bytes([at]) * 5_000) for at in range(50)]
+    log = DurableLog(os.memfd_create("log"), 3)
+    records = [LogRecord(at % 5, bytes([at]) * 5_000) for at in range(50)]
     for one in records:
         log.append(one.kind, one.data)
-    assert list(read_records(log.fd)) == records
+    assert list(read_log_records(log.fd)) == records
 
 
 def test_bytes_behind_the_end_do_not_count() -> None:
     fd = written(*RECORDS)
     os.pwrite(fd, b"half a record", os.fstat(fd).st_size)
-    assert list(read_records(fd)) == [Record(*one) for one in RECORDS]
+    assert list(read_log_records(fd)) == [LogRecord(*one) for one in RECORDS]
 
 
 def test_every_flipped_bit_of_a_log_is_refused() -> None:
@@ -191,7 +191,7 @@ def test_every_flipped_bit_of_a_log_is_refused() -> None:
         copy = os.memfd_create("copy")
         os.write(copy, damaged)
         with pytest.raises(RecoveryError):
-            list(read_records(copy))
+            list(read_log_records(copy))
         os.close(copy)
 
 
@@ -202,7 +202,7 @@ def test_every_truncated_log_is_refused() -> None:
         copy = os.memfd_create("copy")
         os.write(copy, os.pread(fd, size, 0))
         with pytest.raises(RecoveryError):
-            list(read_records(copy))
+            list(read_log_records(copy))
         os.close(copy)
 
 
@@ -218,7 +218,7 @@ def test_random_damage_of_a_log_is_refused() -> None:
         copy = os.memfd_create("copy")
         os.write(copy, damaged)
         with pytest.raises(RecoveryError):
-            list(read_records(copy))
+            list(read_log_records(copy))
         os.close(copy)
 
 
@@ -226,7 +226,7 @@ def test_another_version_of_the_format_is_refused_by_name() -> None:
     fd = written(*RECORDS)
     os.pwrite(fd, struct.pack("<H", 77), 6)
     with pytest.raises(RecoveryError, match="version 77"):
-        read_generation(fd)
+        read_log_generation(fd)
 
 
 # ---------------------------------------------------------------- memory
@@ -263,7 +263,7 @@ def test_memory_that_nothing_keeps_is_an_error(held: Held) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=12))
 def test_ranges_give_each_number_once(added: list[tuple[int, int]]) -> None:
-    ranges, known = Ranges(), set[int]()
+    ranges, known = JournaledRanges(), set[int]()
     for begin, length in added:
         news = [at for first, end in ranges.add(begin, begin + length) for at in range(first, end)]
         assert news == sorted(set(range(begin, begin + length)) - known)
@@ -291,7 +291,7 @@ CHANGES = st.lists(
 @given(CHANGES, st.integers(0, 2**31))
 def test_what_is_not_committed_is_undone(changes: list[tuple[str, int, object]], seed: int) -> None:
     one, rng = Held(), np.random.default_rng(seed)
-    plans: dict[object, UndoPlan] = {}
+    plans: dict[object, JournalPlan] = {}
     numbers = one.memory.take("a", 80).data
     numbers[:] = torch.from_numpy(rng.integers(0, 256, 80, np.uint8))
     committed, held_at = numbers.clone(), None
@@ -338,7 +338,7 @@ def test_what_is_not_committed_is_undone(changes: list[tuple[str, int, object]],
 
 
 def test_progress_counts_only_for_the_change_and_the_plan_that_it_is_of(held: Held) -> None:
-    progress, numbers = Progress(held.memory.take(PROGRESS, Progress.NBYTES)), list[list[int]]()
+    progress, numbers = JournalProgress(held.memory.take(PROGRESS, JournalProgress.NBYTES)), list[list[int]]()
     progress.begin(7, 1)
     progress.count(5)
     # What a process finds that is killed after any of the stores of the next change.

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore_server import failpoints
 from kvstore_server.errors import ConfigurationError, KVStoreError
-from kvstore_server.failpoints import ACTIONS, POINTS, ArmedPoint, Failpoints, parse
+from kvstore_server.failpoints import ACTIONS, POINTS, ArmedFailpoint, Failpoints, parse_failpoints
 from tests.support.processes import ROOT
 
 NAME = "worker.round.commit"
@@ -34,20 +34,20 @@ def disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_entry_has_a_name_a_process_a_number_and_an_action() -> None:
-    assert parse(f"{NAME}@1:7=stop, {NAME}=raise,{NAME},") == [
-        ArmedPoint(NAME, 1, 7, "stop"),
-        ArmedPoint(NAME, None, 1, "raise"),
-        ArmedPoint(NAME, None, 1, "kill"),
+    assert parse_failpoints(f"{NAME}@1:7=stop, {NAME}=raise,{NAME},") == [
+        ArmedFailpoint(NAME, 1, 7, "stop"),
+        ArmedFailpoint(NAME, None, 1, "raise"),
+        ArmedFailpoint(NAME, None, 1, "kill"),
     ]
-    assert [parse(str(entry)) for entry in parse(f"{NAME}@1:7=stop,{NAME}")] == [
-        [ArmedPoint(NAME, 1, 7, "stop")],
-        [ArmedPoint(NAME, None, 1, "kill")],
+    assert [parse_failpoints(str(entry)) for entry in parse_failpoints(f"{NAME}@1:7=stop,{NAME}")] == [
+        [ArmedFailpoint(NAME, 1, 7, "stop")],
+        [ArmedFailpoint(NAME, None, 1, "kill")],
     ]
 
 
 def test_an_unknown_name_is_an_error_with_all_names() -> None:
     with pytest.raises(ConfigurationError) as error:
-        parse("worker.round.comit")
+        parse_failpoints("worker.round.comit")
     assert all(name in str(error.value) for name in POINTS)
 
 
@@ -56,11 +56,11 @@ def test_an_unknown_name_is_an_error_with_all_names() -> None:
 )
 def test_a_malformed_entry_is_an_error(text: str) -> None:
     with pytest.raises(ConfigurationError, match="KVSTORE_FAILPOINT"):
-        parse(text)
+        parse_failpoints(text)
 
 
 def test_a_point_fires_the_nth_time_and_then_no_more(reached: list[str]) -> None:
-    points = Failpoints([ArmedPoint(NAME, nth=3)])
+    points = Failpoints([ArmedFailpoint(NAME, nth=3)])
     fired = []
     for _ in range(6):
         points.reach(NAME)
@@ -71,7 +71,7 @@ def test_a_point_fires_the_nth_time_and_then_no_more(reached: list[str]) -> None
 
 def test_entries_of_a_point_follow_each_other(reached: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ACTIONS, "sleep", lambda _: reached.append("sleep"))
-    Failpoints([ArmedPoint(NAME, action="sleep"), ArmedPoint(NAME)]).reach(NAME)
+    Failpoints([ArmedFailpoint(NAME, action="sleep"), ArmedFailpoint(NAME)]).reach(NAME)
     assert reached == ["sleep", NAME]
 
 
@@ -79,14 +79,14 @@ def test_an_entry_fires_once_in_all_processes_that_share_a_directory(
     reached: list[str], tmp_path: Path
 ) -> None:
     for _ in range(3):
-        Failpoints([ArmedPoint(NAME)], tmp_path).reach(NAME)
+        Failpoints([ArmedFailpoint(NAME)], tmp_path).reach(NAME)
     assert (reached, [one.name for one in tmp_path.iterdir()]) == ([NAME], [f"{NAME}:1=kill"])
 
 
 def test_a_process_arms_the_points_of_its_role_and_index(reached: list[str], disarmed: None) -> None:
     environ = {"KVSTORE_FAILPOINT": f"{NAME}@1:2"}
     for role, index, expected in (("worker", 0, 0), ("server", 1, 0), ("worker", 1, 1)):
-        failpoints.arm(environ, role, index)
+        failpoints.arm_failpoints(environ, role, index)
         failpoints.failpoint(NAME)
         failpoints.failpoint(NAME)
         assert len(reached) == expected
@@ -94,13 +94,13 @@ def test_a_process_arms_the_points_of_its_role_and_index(reached: list[str], dis
 
 def test_a_second_store_of_a_process_goes_on_counting(reached: list[str], disarmed: None) -> None:
     for _ in range(2):
-        failpoints.arm({"KVSTORE_FAILPOINT": f"{NAME}:2"}, "worker", 0)
+        failpoints.arm_failpoints({"KVSTORE_FAILPOINT": f"{NAME}:2"}, "worker", 0)
         failpoints.failpoint(NAME)
     assert reached == [NAME]
 
 
 def test_without_the_variable_nothing_is_armed(reached: list[str], disarmed: None) -> None:
-    failpoints.arm({}, "worker", 0)
+    failpoints.arm_failpoints({}, "worker", 0)
     failpoints.failpoint(NAME)
     assert (failpoints._armed, reached) == (None, [])
 
@@ -108,20 +108,20 @@ def test_without_the_variable_nothing_is_armed(reached: list[str], disarmed: Non
 def test_a_directory_that_is_not_there_is_an_error(disarmed: None, tmp_path: Path) -> None:
     environ = {"KVSTORE_FAILPOINT": NAME, "KVSTORE_FAILPOINT_DIR": str(tmp_path / "missing")}
     with pytest.raises(ConfigurationError, match="KVSTORE_FAILPOINT_DIR"):
-        failpoints.arm(environ, "worker", 0)
+        failpoints.arm_failpoints(environ, "worker", 0)
 
 
 def test_the_action_raise_raises_an_error_of_our_tree_that_names_the_point() -> None:
     with pytest.raises(KVStoreError, match=NAME):
-        Failpoints([ArmedPoint(NAME, action="raise")]).reach(NAME)
+        Failpoints([ArmedFailpoint(NAME, action="raise")]).reach(NAME)
 
 
 def test_the_action_kill_is_a_signal_that_no_handler_sees() -> None:
     script = (
         "import atexit\n"
-        "from kvstore_server.failpoints import ArmedPoint, Failpoints\n"
+        "from kvstore_server.failpoints import ArmedFailpoint, Failpoints\n"
         "atexit.register(print, 'not reached')\n"
-        f"Failpoints([ArmedPoint({NAME!r})]).reach({NAME!r})\n"
+        f"Failpoints([ArmedFailpoint({NAME!r})]).reach({NAME!r})\n"
         "print('not reached')\n"
     )
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)

@@ -78,12 +78,12 @@ def _wire(frames: list[Any]) -> list[bytearray]:
 @pytest.mark.parametrize("body", REQUESTS, ids=lambda body: type(body).__name__)
 def test_a_request_comes_out_as_it_went_in(body: Any) -> None:
     request = m.Request(run_id=1 << 62, session=1 << 40, number=99, body=body)
-    assert f.decode(_wire(f.encode(request))) == request
+    assert f.decode_frames(_wire(f.encode_frames(request))) == request
 
 
 @pytest.mark.parametrize("body", REPLIES, ids=lambda body: type(body).__name__)
 def test_a_reply_comes_out_as_it_went_in(body: Any) -> None:
-    assert f.decode(_wire(f.encode(m.Reply(12, body)))) == (0, 0, 12, body)
+    assert f.decode_frames(_wire(f.encode_frames(m.Reply(12, body)))) == (0, 0, 12, body)
 
 
 WEIGHTS = m.Weights(
@@ -109,20 +109,20 @@ CONTRIBUTE = m.Contribute(
 
 def test_a_large_payload_is_passed_through_without_a_copy() -> None:
     value = torch.zeros(1000)
-    frames = f.encode(m.Request(1, 2, 3, contribution([(0, value)], 0)))
+    frames = f.encode_frames(m.Request(1, 2, 3, contribution([(0, value)], 0)))
     value.fill_(1.0)
     assert bytes(frames[-1]) == b"\x00\x00\x80\x3f" * 1000
 
 
 def test_no_frame_of_a_large_state_exceeds_the_limit() -> None:
-    frames = f.encode(m.Reply(1, m.SliceState(0, 0, {}, bytes(5 * MAX_FRAME))))
+    frames = f.encode_frames(m.Reply(1, m.SliceState(0, 0, {}, bytes(5 * MAX_FRAME))))
     assert max(len(frame) for frame in frames) <= MAX_FRAME
 
 
 def test_a_control_message_that_no_frame_can_hold_is_refused_before_it_is_sent() -> None:
     specs = tuple((f"{'very' * 20}_long_name_{i}", (1,), "float32", 0, False) for i in range(20_000))
     with pytest.raises(ProtocolError, match="Register"):
-        f.encode(m.Request(1, 2, 3, m.Register("w", specs, False)))
+        f.encode_frames(m.Request(1, 2, 3, m.Register("w", specs, False)))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_control_message_that_no_frame_can_hold_is_refused_before_it_is_sent()
 )
 def test_no_message_of_any_kind_leaves_with_a_frame_that_the_other_side_would_not_take(body: Any) -> None:
     with pytest.raises(ProtocolError, match=f"{type(body).__name__} message would have a frame of"):
-        f.encode(m.Request(1, 2, 3, body))
+        f.encode_frames(m.Request(1, 2, 3, body))
 
 
 HEADER = 32
@@ -163,7 +163,7 @@ class Piece(bytearray):
 def test_nothing_is_kept_of_a_message_with_too_many_frames_or_bytes(
     head: Any, more: list[bytes], told: str
 ) -> None:
-    incoming = f.LongMessage(f.encode(m.Request(1, 2, 3, head)), 8 * MAX_PAYLOAD)
+    incoming = f.LongMessage(f.encode_frames(m.Request(1, 2, 3, head)), 8 * MAX_PAYLOAD)
     held = []
     for data in more:
         piece = Piece(data)
@@ -177,18 +177,18 @@ def test_nothing_is_kept_of_a_message_with_too_many_frames_or_bytes(
 
 def test_a_state_within_the_limit_is_taken_whole() -> None:
     state = m.SliceState(3, 1, {"a": 1}, random.Random(0).randbytes(5 * MAX_PAYLOAD + 17))
-    incoming = f.LongMessage(f.encode(m.Request(1, 2, 3, state)), 6 * MAX_PAYLOAD)
+    incoming = f.LongMessage(f.encode_frames(m.Request(1, 2, 3, state)), 6 * MAX_PAYLOAD)
     assert incoming.decode() == m.Request(1, 2, 3, state)
 
 
 def test_another_version_is_named_with_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     own = f.PROTOCOL_VERSION
-    frames = f.encode(m.Request(0, 0, 1, m.Stats()))
+    frames = f.encode_frames(m.Request(0, 0, 1, m.Stats()))
     monkeypatch.setattr(f, "PROTOCOL_VERSION", own + 1)
     with pytest.raises(
         VersionMismatchError, match=f"peer speaks protocol version {own}, this side speaks {own + 1}"
     ):
-        f.decode(frames)
+        f.decode_frames(frames)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_another_version_is_named_with_our_own(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
-        f.decode(frames)
+        f.decode_frames(frames)
 
 
 def hello(**wrong: Any) -> bytes:
@@ -239,9 +239,9 @@ def resolve(flags: int = 0, clip: float = 0.0) -> list[bytes]:
 
 @pytest.mark.parametrize("size", [23, 25, 32])
 def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> None:
-    header = f.encode(m.Reply(1, m.Held(0, 0, (), True)))[0][:HEADER]
+    header = f.encode_frames(m.Reply(1, m.Held(0, 0, (), True)))[0][:HEADER]
     with pytest.raises(ProtocolError, match=f"held message of {size} bytes"):
-        f.decode([header + bytes(size)])
+        f.decode_frames([header + bytes(size)])
 
 
 @pytest.mark.parametrize(
@@ -307,13 +307,13 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
 def test_a_damaged_body_is_a_protocol_error_that_says_what_is_wrong(
     body: Any, damage: list[bytes], text: str
 ) -> None:
-    header = f.encode(m.Request(1, 2, 3, body))[0][:HEADER]
+    header = f.encode_frames(m.Request(1, 2, 3, body))[0][:HEADER]
     with pytest.raises(ProtocolError, match=text):
-        f.decode([header + damage[0], *damage[1:]])
+        f.decode_frames([header + damage[0], *damage[1:]])
 
 
 def test_places_of_weights_that_a_worker_maps_travel_with_the_bytes_of_others() -> None:
-    *_, body = f.decode([bytearray(frame) for frame in f.encode(m.Reply(3, WEIGHTS))])
+    *_, body = f.decode_frames([bytearray(frame) for frame in f.encode_frames(m.Reply(3, WEIGHTS))])
     assert (body.locations == WEIGHTS.locations).all()
     assert (body.parts == WEIGHTS.parts).all()
     assert body.payloads[0].view(torch.float32).tolist() == WEIGHTS.payloads[0].tolist()
@@ -321,22 +321,22 @@ def test_places_of_weights_that_a_worker_maps_travel_with_the_bytes_of_others() 
 
 def test_peers_of_an_older_version_read_the_header_of_their_refusal() -> None:
     refusal = m.Failed("VersionMismatchError", "another version")
-    header, body = f.encode(m.Reply(0, refusal))
+    header, body = f.encode_frames(m.Reply(0, refusal))
     assert len(header) == HEADER
     assert header[2] == f.PROTOCOL_VERSION
     assert msgpack.unpackb(body)[:2] == [refusal.code, refusal.text]
 
 
 def test_an_unknown_kind_is_a_protocol_error() -> None:
-    frame = bytearray(f.encode(m.Request(1, 2, 3, m.Stats()))[0])
+    frame = bytearray(f.encode_frames(m.Request(1, 2, 3, m.Stats()))[0])
     frame[3] = 0x7F
     with pytest.raises(ProtocolError, match="127"):
-        f.decode([frame])
+        f.decode_frames([frame])
 
 
 WHOLE = [
-    *(f.encode(m.Request(1, 2, 3, body)) for body in [*REQUESTS[:8], CONTRIBUTE]),
-    *(f.encode(m.Reply(3, body)) for body in [*REPLIES, WEIGHTS, m.Done(m.matrix([(1, 7, 7)], 3))]),
+    *(f.encode_frames(m.Request(1, 2, 3, body)) for body in [*REQUESTS[:8], CONTRIBUTE]),
+    *(f.encode_frames(m.Reply(3, body)) for body in [*REPLIES, WEIGHTS, m.Done(m.matrix([(1, 7, 7)], 3))]),
 ]
 DAMAGE = st.one_of(
     st.sampled_from([b"", b"\xff" * 8, b"\x00" * 8, b"\xdf\xff\xff\xff\xff"]), st.binary(max_size=8)
@@ -361,7 +361,7 @@ def test_nothing_but_protocol_errors_comes_of_damaged_messages() -> None:
     @given(damaged_messages())
     def check(frames: list[bytearray]) -> None:
         try:
-            f.decode(frames)
+            f.decode_frames(frames)
         except ProtocolError:
             outcomes[True] += 1
         else:  # damage in a number or a text can leave a message well-formed
@@ -383,4 +383,4 @@ def test_frames_of_a_message_that_is_refused_already_are_not_looked_at() -> None
 def test_a_shape_that_no_tensor_has_is_refused_before_its_size_is_computed(shape: tuple[int, ...]) -> None:
     register = m.Register("t", (("k", shape, "float32", 0, False),), False)
     with pytest.raises(ProtocolError):
-        f.decode(f.encode(m.Request(1, 2, 3, register)))
+        f.decode_frames(f.encode_frames(m.Request(1, 2, 3, register)))

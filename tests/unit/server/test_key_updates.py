@@ -16,7 +16,7 @@ from kvstore_server.engine.agreed_options import effective_hypers
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.shard.reduction import RankContribution, Run, left_out_by_all
+from kvstore_server.shard.reduction import RankContribution, Run, left_out_of_reduction
 from kvstore_server.shard.shard import Shard, Unit
 from kvtrainer.errors import ProtocolError
 from kvtrainer.states.format import export_states
@@ -218,5 +218,5 @@ def test_the_count_is_that_of_the_key_with_most_updates_on_any_server(
 
 def test_only_what_no_contribution_has_is_left_out() -> None:
     contributions = [RankContribution([], 1.0, frozenset(absent)) for absent in ({0, 2}, {2, 3}, set[int]())]
-    assert left_out_by_all(contributions[:2]) == {2}
-    assert left_out_by_all(contributions) == frozenset()
+    assert left_out_of_reduction(contributions[:2]) == {2}
+    assert left_out_of_reduction(contributions) == frozenset()

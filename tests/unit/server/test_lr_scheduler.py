@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from kvstore_server.optimizer import lr_scheduler as base
-from kvstore_server.optimizer.lr_scheduler import as_scheduler, create_from_spec
+from kvstore_server.optimizer.lr_scheduler import as_scheduler, create_scheduler_from_spec
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.lr_scheduler import (
     CosineScheduler,
@@ -186,7 +186,7 @@ class InverseRoot(LRScheduler):
 
 
 def travel(scheduler: LRScheduler) -> LRScheduler:
-    return create_from_spec(msgpack.unpackb(msgpack.packb(scheduler.spec())))
+    return create_scheduler_from_spec(msgpack.unpackb(msgpack.packb(scheduler.spec())))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_only_a_scheduler_class_can_be_registered() -> None:
 )
 def test_a_malformed_description_is_refused(spec: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        create_from_spec(spec)
+        create_scheduler_from_spec(spec)
 
 
 def halving(num_update: int) -> float:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, encode, pack_control
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, encode_frames, pack_control
 from kvstore_server.protocol.rows import PACKED_ROWS
-from kvstore_server.server import Backlog, Server, ServerOptions, _Sent, packed
+from kvstore_server.server import ReplyBacklog, Server, ServerOptions, _Sent, pack_replies
 from tests.support.messages import contribution
 
 
@@ -24,10 +24,10 @@ def weights(tables: range, numel: int = 1) -> m.Reply:
 def test_an_answer_about_very_many_small_keys_is_cut_into_messages_that_workers_take(kind: str) -> None:
     many = range(2 * KEYS_PER_MESSAGE + 1)
     reply = weights(many) if kind == "weights" else m.Reply(3, m.Done(m.matrix([(t, 1, 1) for t in many], 3)))
-    messages = [out.reply for out in packed([m.Outgoing(b"peer", reply)])]
+    messages = [out.reply for out in pack_replies([m.Outgoing(b"peer", reply)])]
     assert len(messages) == 3
     for message in messages:
-        encode(message)
+        encode_frames(message)
     told = [
         entry
         for message in messages
@@ -41,7 +41,7 @@ def test_places_go_with_the_first_message_where_weights_are_cut_into_several() -
     reply = weights(range(KEYS_PER_MESSAGE + 1))
     assert isinstance(reply.body, m.Weights)
     reply.body.locations = m.matrix([(9, 1, 7)], m.LOCATION_WORDS)
-    bodies = [out.reply.body for out in packed([m.Outgoing(b"peer", reply)])]
+    bodies = [out.reply.body for out in pack_replies([m.Outgoing(b"peer", reply)])]
     assert [body.locations.tolist() for body in bodies if isinstance(body, m.Weights)] == [[[9, 1, 7]], []]
 
 
@@ -52,14 +52,14 @@ def test_messages_with_weights_go_to_workers_in_turn() -> None:
     ]
     found = [
         (out.peer, int(out.reply.body.parts[0, 0]))
-        for out in packed(outs)
+        for out in pack_replies(outs)
         if isinstance(out.reply.body, m.Weights)
     ]
     assert found == [(b"a", 0), (b"b", 0), (b"c", 0), (b"a", 1), (b"b", 1), (b"a", 2), (b"b", 2)]
 
 
 def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:
-    waiting = Backlog()
+    waiting = ReplyBacklog()
     waiting.append(weights(range(4)))
     left = waiting.without_coming(weights(range(2, 6)))
     assert isinstance(left.body, m.Weights)
@@ -68,7 +68,7 @@ def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:
 
 
 def test_a_peer_that_does_not_read_has_one_copy_of_optimizer_state_waiting_and_no_more() -> None:
-    waiting = Backlog()
+    waiting = ReplyBacklog()
     waiting.append(weights(range(1)))
     assert not waiting.has_state
     waiting.append(m.Reply(4, m.SliceState(0, 0, {}, bytes(1000))))
@@ -101,7 +101,7 @@ def test_a_worker_that_shares_memory_can_change_numbers_that_it_gave_and_not_wha
     service = Recording()
     server = Server(service, ServerOptions())  # type: ignore[arg-type]
     body = contribution([(0, bytes(3000))], 1, encoding=form)
-    head, *rest = encode(m.Request(1, 1, 1, body))
+    head, *rest = encode_frames(m.Request(1, 1, 1, body))
     shared = bytearray(rest[-1])
     server._answer(b"peer", [head, *rest[:-1], shared])
     shared[:] = b"x" * len(shared)
@@ -120,11 +120,11 @@ def server() -> Iterator[Server]:
 def test_what_waits_goes_to_workers_in_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[bytes, int]] = []
     for peer, count in ((b"a", 3), (b"b", 1), (b"c", 2)):
-        server._backlog[peer] = waiting = Backlog()
+        server._backlog[peer] = waiting = ReplyBacklog()
         for number in range(count):
             waiting.append(m.Reply(number, m.Done(m.matrix([], 3))))
 
-    def take(peer: bytes, reply: m.Reply, waiting: Backlog) -> Any:
+    def take(peer: bytes, reply: m.Reply, waiting: ReplyBacklog) -> Any:
         sent.append((peer, reply.number))
         return _Sent.NOW
 

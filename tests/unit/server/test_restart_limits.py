@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore_server.restarts import CRASH_LOOP, REPLACED, STEADY, Restarts, is_final, shell_code
+from kvstore_server.restarts import CRASH_LOOP, REPLACED, STEADY, Restarts, is_restart_useless, shell_code
 
 KILLED = -9
 
@@ -61,7 +61,7 @@ def test_a_death_after_a_long_life_is_the_first_one_again() -> None:
     ("code", "final"), [(0, True), (REPLACED, True), (1, False), (2, False), (KILLED, False)]
 )
 def test_a_process_that_is_done_or_replaced_does_not_come_back(code: int, final: bool) -> None:
-    assert is_final(code) == final
+    assert is_restart_useless(code) == final
 
 
 def test_a_signal_becomes_the_code_that_a_shell_gives() -> None:

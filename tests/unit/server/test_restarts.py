@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_server.durable.log import read_records
+from kvstore_server.durable.log import read_log_records
 from kvstore_server.engine import durability
 from kvstore_server.engine.agreed_options import pack_hypers
 from kvstore_server.engine.durability import Head
@@ -207,7 +207,7 @@ def commits_of(job: Job) -> Counter[int]:
     assert job.engine._durability is not None
     log = job.engine._durability._log
     assert log is not None
-    return Counter(record.kind for record in read_records(log.fd))
+    return Counter(record.kind for record in read_log_records(log.fd))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "momentum", "clipped", "thousand keys", "half with masters"])

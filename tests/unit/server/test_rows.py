@@ -24,7 +24,7 @@ from kvstore_server.plan import Plan, Slice, TensorSpec, group_slices, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows, split_rows
-from kvstore_server.shard.storage import VERSIONS_KEPT, RowChanges
+from kvstore_server.shard.storage import VERSIONS_KEPT, StoredRowChanges
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.session import Calls
@@ -167,20 +167,20 @@ def ids(*rows: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def started(version: int = 0) -> RowChanges:
+def started(version: int = 0) -> StoredRowChanges:
     """A log that somebody has asked."""
-    changes = RowChanges(group_slices([(piece.segments[0].key, piece) for piece in PLAN.slices]))
+    changes = StoredRowChanges(group_slices([(piece.segments[0].key, piece) for piece in PLAN.slices]))
     assert changes.since(0, version, version) == {}
     return changes
 
 
-def named(changes: RowChanges, held: int, version: int) -> dict[int, list[int]] | None:
+def named(changes: StoredRowChanges, held: int, version: int) -> dict[int, list[int]] | None:
     rows = changes.since(0, held, version)
     return None if rows is None else {at: some.tolist() for at, some in sorted(rows.items())}
 
 
 def test_what_came_before_the_first_question_is_not_known() -> None:
-    changes = RowChanges(group_slices([(piece.segments[0].key, piece) for piece in PLAN.slices]))
+    changes = StoredRowChanges(group_slices([(piece.segments[0].key, piece) for piece in PLAN.slices]))
     changes.record(0, 0, ids(1))
     assert changes.since(0, 3, 4) is None
     assert changes.since(0, 4, 4) == {}

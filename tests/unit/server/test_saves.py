@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore_server.durable.snapshot_folder import SnapshotName, check_tag
+from kvstore_server.durable.snapshot_folder import SnapshotName, check_snapshot_tag
 from kvstore_server.errors import (
     ConfigurationError,
     ProtocolError,
@@ -226,7 +226,7 @@ def test_an_unknown_tag_is_named_with_those_that_there_are(servers: Make) -> Non
 @pytest.mark.parametrize("tag", ["", ".hidden", "../up", "a/b", "a\n", "ä", "x" * 65, 5, "a\0"])
 def test_what_is_no_tag_never_becomes_a_path(tag: object, servers: Make) -> None:
     with pytest.raises(ConfigurationError, match="a tag has"):
-        check_tag(tag)
+        check_snapshot_tag(tag)
     there = servers(1)
     job = SnapshotJob(there, DENSE, adam())
     for action in (

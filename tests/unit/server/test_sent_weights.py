@@ -17,7 +17,7 @@ from kvstore_server.errors import ProtocolError
 from kvstore_server.optimizer import spec_for_store
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.shard import deltas
-from kvstore_server.shard.deltas import Deltas, add_changes
+from kvstore_server.shard.deltas import Deltas, add_delta_changes
 from kvstore_server.shard.storage import Storage
 from kvtrainer.client.contribution import Contribution
 from tests.support.switchboard import connected, play
@@ -53,7 +53,7 @@ class Table:
         if not is_delta:
             return given
         weights = self.workers[held].clone()
-        add_changes(self.codec, given, weights)
+        add_delta_changes(self.codec, given, weights)
         return weights
 
 
@@ -289,7 +289,7 @@ def test_a_slot_that_is_left_has_no_changes_and_is_exact_for_those_who_got_it_si
 @pytest.mark.parametrize("given", [b"\x00", b"\xff" * 4 + b"\x80" * 64])
 def test_bytes_that_are_no_changes_are_refused(given: Any) -> None:
     with pytest.raises(ProtocolError):
-        add_changes(
+        add_delta_changes(
             make_codec({"type": "int8"}), torch.tensor(list(given), dtype=torch.uint8), torch.zeros(64)
         )
 

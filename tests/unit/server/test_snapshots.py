@@ -14,7 +14,7 @@ import torch
 
 import kvtrainer
 from kvstore_server.durable import snapshot_folder
-from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, read_snapshot
+from kvstore_server.durable.snapshot_folder import SnapshotFolder, SnapshotName, read_snapshot_folder
 from kvstore_server.engine.cut import read_spaces
 from kvstore_server.errors import (
     ConfigurationError,
@@ -323,9 +323,9 @@ def test_no_damage_is_accepted_and_every_one_is_a_recovery_error(count: int, tmp
         damaged = damage(whole[which], draw)
         (path / which).write_bytes(damaged)
         with pytest.raises(RecoveryError):
-            list(read_snapshot(path).tensors())
+            list(read_snapshot_folder(path).tensors())
         (path / which).write_bytes(whole[which])
-    assert [one for one, _ in read_snapshot(path).tensors()] == ["0/image"]
+    assert [one for one, _ in read_snapshot_folder(path).tensors()] == ["0/image"]
     folder.close()
 
 

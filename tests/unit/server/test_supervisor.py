@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_server.restarts import CRASH_LOOP, REPLACED
-from kvstore_server.supervisor import hold_address
+from kvstore_server.supervisor import hold_supervised_address
 from tests.support.launch_jobs import command_line
 from tests.support.limits import FOREVER, LIMIT
 from tests.support.processes import eventually
@@ -323,19 +323,19 @@ def test_a_command_with_a_supervisor_loads_none_of_them_either_and_says_why_it_c
 
 
 def test_a_held_port_is_given_to_nobody_else_and_a_server_can_listen_there() -> None:
-    address, holder = hold_address("tcp://127.0.0.1:0")
+    address, holder = hold_supervised_address("tcp://127.0.0.1:0")
     assert holder is not None
     port = int(address.rpartition(":")[2])
     with holder, socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", port))
         server.listen()
-        assert hold_address(f"tcp://127.0.0.1:{port}") == (f"tcp://127.0.0.1:{port}", None)
+        assert hold_supervised_address(f"tcp://127.0.0.1:{port}") == (f"tcp://127.0.0.1:{port}", None)
 
 
 @pytest.mark.parametrize("bind", ["tcp://[::1]:0", "tcp://*:0", "tcp://localhost:0"])
 def test_the_host_of_an_address_stays_as_it_was_given(bind: str) -> None:
-    address, holder = hold_address(bind)
+    address, holder = hold_supervised_address(bind)
     assert holder is not None
     with holder:
         assert address == f"{bind[:-1]}{holder.getsockname()[1]}"
@@ -343,12 +343,12 @@ def test_the_host_of_an_address_stays_as_it_was_given(bind: str) -> None:
 
 @pytest.mark.parametrize("bind", ["nonsense", "tcp://127.0.0.1:99999", "tcp://192.0.2.1:5555"])
 def test_an_address_that_cannot_be_held_is_left_to_the_server(bind: str) -> None:
-    assert hold_address(bind) == (bind, None)
+    assert hold_supervised_address(bind) == (bind, None)
 
 
 def test_a_host_of_another_machine_has_no_port_to_choose() -> None:
     with pytest.raises(OSError, match="assign"):
-        hold_address("tcp://192.0.2.1:0")
+        hold_supervised_address("tcp://192.0.2.1:0")
 
 
 def is_there(pid: int) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import StateFileError
 from kvtrainer.lr_scheduler import FactorScheduler
-from kvtrainer.states.format import SavedParameter, SavedStates, pack, unpack
+from kvtrainer.states.format import SavedParameter, SavedStates, pack_state_file, unpack_state_file
 from kvtrainer.strategy import Strategy
 from tests.support.strategies import Make, make
 
@@ -220,7 +220,7 @@ def saved_of(state: dict[str, Any], name: str = "w", **rest: Any) -> SavedStates
 
 
 def there_and_back(saved: SavedStates) -> SavedStates:
-    return unpack(*pack(saved))
+    return unpack_state_file(*pack_state_file(saved))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -279,30 +279,30 @@ def test_tensors_that_are_no_rows_in_memory_are_saved_as_they_look() -> None:
 
 def test_one_scalar_of_two_entries_becomes_two_scalars() -> None:
     shared = torch.tensor(2.0)
-    tensors, _ = pack(saved_of({"a": shared, "b": shared}))
+    tensors, _ = pack_state_file(saved_of({"a": shared, "b": shared}))
     assert len({tensor.data_ptr() for tensor in tensors.values()}) == 2
 
 
 def test_value_that_is_neither_tensor_nor_plain_is_refused() -> None:
     with pytest.raises(StateFileError, match="neither a tensor nor plain"):
-        pack(saved_of({}, extra={"code": print}))
+        pack_state_file(saved_of({}, extra={"code": print}))
 
 
 def test_text_of_another_program_is_not_taken_for_states() -> None:
     for metadata in ({}, {"format": "pt"}):
         with pytest.raises(StateFileError, match="of something else: save_states did not write it"):
-            unpack({}, metadata)
+            unpack_state_file({}, metadata)
 
 
 def test_newer_format_is_refused_by_its_number() -> None:
-    tensors, metadata = pack(saved_of({}))
+    tensors, metadata = pack_state_file(saved_of({}))
     with pytest.raises(StateFileError, match=r"version '2' of the format, this kvtrainer reads '1'; update"):
-        unpack(tensors, {**metadata, "version": "2"})
+        unpack_state_file(tensors, {**metadata, "version": "2"})
 
 
 @pytest.mark.parametrize("change", ["bit", "name", "shape", "missing", "additional", "text"])
 def test_any_change_of_the_contents_is_noticed(change: str) -> None:
-    tensors, metadata = pack(saved_of({"entry": torch.arange(4.0)}))
+    tensors, metadata = pack_state_file(saved_of({"entry": torch.arange(4.0)}))
     [(name, tensor)] = tensors.items()
     if change == "bit":
         tensor.view(torch.uint8)[5] ^= 1
@@ -317,7 +317,7 @@ def test_any_change_of_the_contents_is_noticed(change: str) -> None:
     else:
         metadata["content"] = metadata["content"].replace("0.1", "0.2", 1)
     with pytest.raises(StateFileError, match="do not have the checksum"):
-        unpack(tensors, metadata)
+        unpack_state_file(tensors, metadata)
 
 
 @pytest.mark.parametrize(
@@ -335,20 +335,20 @@ def test_any_change_of_the_contents_is_noticed(change: str) -> None:
     ],
 )
 def test_description_that_makes_no_sense_is_refused(path: list[Any], value: Any, monkeypatch: Any) -> None:
-    tensors, metadata = pack(saved_of({}))
+    tensors, metadata = pack_state_file(saved_of({}))
     content = json.loads(metadata["content"])
     at = content
     for step in path[:-1]:
         at = at[step]
     at[path[-1]] = value
-    monkeypatch.setattr("kvtrainer.states.format.checksum", lambda *_: "0")
+    monkeypatch.setattr("kvtrainer.states.format.checksum_of_state_file", lambda *_: "0")
     with pytest.raises(StateFileError, match="its description makes no sense"):
-        unpack(tensors, {**metadata, "content": json.dumps(content), "checksum": "0"})
+        unpack_state_file(tensors, {**metadata, "content": json.dumps(content), "checksum": "0"})
 
 
 @pytest.mark.parametrize("name", ["state/other/entry", "state/w", "w"])
 def test_tensor_of_no_known_parameter_is_refused(name: str, monkeypatch: Any) -> None:
-    _, metadata = pack(saved_of({}))
-    monkeypatch.setattr("kvtrainer.states.format.checksum", lambda *_: metadata["checksum"])
+    _, metadata = pack_state_file(saved_of({}))
+    monkeypatch.setattr("kvtrainer.states.format.checksum_of_state_file", lambda *_: metadata["checksum"])
     with pytest.raises(StateFileError, match="its description makes no sense"):
-        unpack({name: torch.zeros(2)}, metadata)
+        unpack_state_file({name: torch.zeros(2)}, metadata)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.states.surviving_memory import SurvivingMemory, Version, Versions
+from kvtrainer.states.surviving_memory import SurvivingMemory, SurvivingVersions, Version
 from tests.support.limits import LIMIT
 
 
@@ -28,7 +28,7 @@ def opened(path: Path) -> SurvivingMemory:
     return SurvivingMemory(str(path))
 
 
-def successor(path: Path, memory: SurvivingMemory) -> Versions:
+def successor(path: Path, memory: SurvivingMemory) -> SurvivingVersions:
     """The first section as the next process sees it; the present one ends without a word."""
     memory.close()
     return opened(path).sections[0]

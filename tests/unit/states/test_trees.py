@@ -15,12 +15,23 @@ from torch import Tensor, nn
 
 from kvstore_server.errors import ProtocolError
 from kvstore_server.optimizer.state import States, pack_states, unpack_states
-from kvstore_server.optimizer.trees import decode, encode, flatten, unflatten
+from kvstore_server.optimizer.trees import (
+    decode_tree_entry,
+    encode_tree_entry,
+    flatten_trees,
+    unflatten_trees,
+)
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
 from kvtrainer.errors import OptimizerError, StateFileError
 from kvtrainer.optimizer import register
-from kvtrainer.states.format import SavedParameter, SavedStates, pack, read_state_file, unpack
+from kvtrainer.states.format import (
+    SavedParameter,
+    SavedStates,
+    pack_state_file,
+    read_state_file,
+    unpack_state_file,
+)
 from tests.support.saved_training import by_checkpoint, by_file, by_state_dict, random_steps, weights
 
 TREE = {
@@ -217,15 +228,15 @@ def test_an_instance_with_lookup_tables_is_saved_as_a_class(where: dict[str, Any
 
 def test_a_tree_goes_through_a_file_to_the_bit() -> None:
     states = SavedStates({"name": "x"}, 0, [{}], {"w": SavedParameter((2,), "float32", 0, TREE)})
-    found = unpack(*pack(states)).parameters["w"].state
+    found = unpack_state_file(*pack_state_file(states)).parameters["w"].state
     assert all(is_same(found[name], value) for name, value in TREE.items())
     assert set(found) == set(TREE)
 
 
 def test_a_tree_goes_to_a_server_and_back_to_the_bit() -> None:
     states = States.of_slice(PIECE)
-    states.entries[0], states.steps[0] = flatten(TREE), 1
-    found = unflatten(unpack_states(PIECE, *pack_states(states)).entries[0])
+    states.entries[0], states.steps[0] = flatten_trees(TREE), 1
+    found = unflatten_trees(unpack_states(PIECE, *pack_states(states)).entries[0])
     assert all(is_same(found[name], value) for name, value in TREE.items())
     assert set(found) == set(TREE)
 
@@ -251,11 +262,11 @@ def test_a_tree_that_makes_no_sense_is_refused_before_anything_uses_it(text: str
 
 def test_names_that_are_taken_are_no_obstacle() -> None:
     tree = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(1), "a.b'": 5, "a.": [torch.arange(2)]}
-    assert is_same(dict(sorted(unflatten(flatten(tree)).items())), dict(sorted(tree.items())))
+    assert is_same(dict(sorted(unflatten_trees(flatten_trees(tree)).items())), dict(sorted(tree.items())))
 
 
 def test_what_is_no_tree_stays_as_it_is() -> None:
-    assert [decode(encode(value)) for value in (1, 1.5, "x", None, True, b"y")] == [
+    assert [decode_tree_entry(encode_tree_entry(value)) for value in (1, 1.5, "x", None, True, b"y")] == [
         1,
         1.5,
         "x",
@@ -263,7 +274,7 @@ def test_what_is_no_tree_stays_as_it_is() -> None:
         True,
         b"y",
     ]
-    assert decode([1, 2]) == [1, 2]  # as files of earlier releases have it
+    assert decode_tree_entry([1, 2]) == [1, 2]  # as files of earlier releases have it
 
 
 @partial(register, elementwise=False)

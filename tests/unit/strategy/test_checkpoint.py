@@ -24,7 +24,7 @@ from kvtrainer.errors import (
     StateMismatchError,
 )
 from kvtrainer.strategy import Strategy
-from kvtrainer.strategy.checkpoint import find_last, pack_tree, unpack_tree
+from kvtrainer.strategy.checkpoint import find_last_checkpoint, pack_checkpoint_tree, unpack_checkpoint_tree
 from tests.support.damage import damages
 from tests.support.strategies import AMP, SCHEDULE, SGD, Make, Net, same, steps, weights
 
@@ -188,7 +188,7 @@ def test_it_is_found_after_its_directory_was_moved(make: Make, tmp_path: Path, n
     strategy = saved(make, name)
     moved = tmp_path / "moved"
     os.rename(strategy.work_dir, moved)
-    assert find_last(str(moved)) == str(moved / name)
+    assert find_last_checkpoint(str(moved)) == str(moved / name)
 
 
 def test_a_note_that_cannot_be_read_is_no_reason_to_start_from_scratch(make: Make) -> None:
@@ -305,7 +305,7 @@ def test_a_file_without_states_is_not_the_one_to_resume_from(make: Make, tmp_pat
     path = tmp_path / "best.pt"
     strategy.save_checkpoint(str(path), save_optimizer=False, save_param_scheduler=False)
     assert not {"optimizer", "param_schedulers"} & set(torch.load(path, weights_only=True))
-    assert find_last(strategy.work_dir) == str(tmp_path / "a.pt")
+    assert find_last_checkpoint(strategy.work_dir) == str(tmp_path / "a.pt")
 
 
 def test_what_is_not_resumed_stays_as_it_is(make: Make, tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_what_needs_code_is_refused(make: Make, tmp_path: Path, extra: dict[str,
     with pytest.raises(ConfigurationError, match=message):
         strategy.save_checkpoint(str(tmp_path / "a.pt"), extra_ckpt=extra)
     assert not (tmp_path / "a.pt").exists()
-    assert find_last(strategy.work_dir) is None
+    assert find_last_checkpoint(strategy.work_dir) is None
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/a.pt", "https://example.com/a.pt"])
@@ -422,9 +422,9 @@ def test_workers_tell_each_other_values_and_not_the_memory_that_these_are_views_
         "turned": whole[:6].view(2, 3).T,
         "number": [number, torch.view_as_real(number)],
     }
-    packed = pack_tree(told)
+    packed = pack_checkpoint_tree(told)
     assert len(packed) < 100_000
-    found = unpack_tree(packed)
+    found = unpack_checkpoint_tree(packed)
     assert torch.equal(found["part"], told["part"])
     assert torch.equal(found["turned"], told["turned"])
     assert found["number"][1].tolist() == [[1.0, 2.0]]

@@ -21,7 +21,7 @@ import torch
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import KVStoreBase
 from kvtrainer.strategy import Agreement, BaseStrategy, Strategy, environment
-from kvtrainer.strategy.checkpoint import pack_tree, plain_copy, unpack_tree
+from kvtrainer.strategy.checkpoint import pack_checkpoint_tree, plain_checkpoint_copy, unpack_checkpoint_tree
 from kvtrainer.strategy.environment import rng_state, set_rng_state
 from tests.support.strategies import SGD, Make, Net
 
@@ -340,14 +340,14 @@ def test_deterministic_wins_over_cudnn_benchmark(
 def test_random_numbers_go_on_where_they_were_saved(tmp_path: Any) -> None:
     draws()
     state = rng_state()
-    torch.save(plain_copy(state, "state"), tmp_path / "state.pt")
+    torch.save(plain_checkpoint_copy(state, "state"), tmp_path / "state.pt")
     expected = draws()
     set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert draws() == expected
-    set_rng_state(unpack_tree(pack_tree(state)))
+    set_rng_state(unpack_checkpoint_tree(pack_checkpoint_tree(state)))
     assert draws() == expected
     like_marks = {"d": {"t": "no tensor"}, 3: [b"\x00", {"b": 1.5}, None]}
-    assert unpack_tree(pack_tree(like_marks)) == like_marks
+    assert unpack_checkpoint_tree(pack_checkpoint_tree(like_marks)) == like_marks
 
 
 def test_states_of_other_devices_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

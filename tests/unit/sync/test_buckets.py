@@ -8,20 +8,22 @@ import pytest
 
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.ranks.process_group import Buckets
-from kvtrainer.sync.rank_exchange import BucketLayout, lay_out
+from kvtrainer.sync.rank_exchange import RankBucketLayout, lay_out_rank_buckets
 
 KB = 1 / 1024
 
 
-def laid_out(order: list[int], sizes: list[int], dtypes: str = "", **limits: object) -> list[BucketLayout]:
+def laid_out(
+    order: list[int], sizes: list[int], dtypes: str = "", **limits: object
+) -> list[RankBucketLayout]:
     """Lay out keys of so many elements; f is float32, the default, and h is float16."""
     names = {"f": "float32", "h": "float16"}
     rows = itertools.zip_longest(sizes, dtypes, fillvalue="f")
     specs = [TensorSpec(str(at), (numel,), names[dtype]) for at, (numel, dtype) in enumerate(rows)]
-    return lay_out(order, make_plan(specs, 1), Buckets(**limits))  # type: ignore[arg-type]
+    return lay_out_rank_buckets(order, make_plan(specs, 1), Buckets(**limits))  # type: ignore[arg-type]
 
 
-def keys(layouts: list[BucketLayout]) -> list[set[int]]:
+def keys(layouts: list[RankBucketLayout]) -> list[set[int]]:
     return [set(layout.keys) for layout in layouts]
 
 
@@ -62,9 +64,9 @@ def test_dtypes_have_buckets_of_their_own_which_are_counted_as_they_are_summed()
 def test_neighbours_are_one_run_of_whole_lines_and_all_runs_hold_all_keys() -> None:
     sizes = [5, 300, 17, 1000]
     plan = make_plan([TensorSpec(str(at), (numel,), "float32") for at, numel in enumerate(sizes)], 1)
-    [together] = lay_out([3, 1, 0, 2], plan, Buckets())
+    [together] = lay_out_rank_buckets([3, 1, 0, 2], plan, Buckets())
     assert len(together.runs) == 1
-    [apart] = lay_out([2, 0], plan, Buckets())
+    [apart] = lay_out_rank_buckets([2, 0], plan, Buckets())
     for key, (begin, end) in zip(apart.keys, apart.runs, strict=True):
         assert begin == plan.key_offsets[key]
         assert end >= begin + sizes[key]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.transport.arena import SharedArena, make_memory
-from kvtrainer.sync.device_staging import DeviceSink, Staging
+from kvstore_server.transport.arena import SharedArena, make_shared_memory
+from kvtrainer.sync.device_staging import Staging, StagingSink
 from tests.support.device_streams import CURRENT, SCHEDULES, SIDE, Streams
 
 LONG = 1 << 20
@@ -117,8 +117,8 @@ def test_weights_are_read_where_a_server_has_them_and_what_it_shows_later_too() 
     assert numel == plan.slices[1].used
     streams, weights = Streams((CURRENT, SIDE)), {"float32": torch.zeros(LONG)}
     staging = Staging(streams)
-    sink = DeviceSink(staging, maps=True)
-    fd = make_memory(4 * 3 * numel)
+    sink = StagingSink(staging, maps=True)
+    fd = make_shared_memory(4 * 3 * numel)
     torch.from_numpy(np.frombuffer(mmap.mmap(fd, 0), np.float32)).copy_(
         torch.arange(3.0).repeat_interleave(numel)
     )

@@ -145,7 +145,7 @@ def test_what_a_device_computes_goes_to_the_store_and_comes_back_in_time(
 ) -> None:
     """Gradients are ready, and the old weights read, only when the device comes to it."""
     streams, seen = Streams(eager), []
-    monkeypatch.setattr(exchanges, "SideStream", lambda device: streams)
+    monkeypatch.setattr(exchanges, "StagingStream", lambda device: streams)
     exchange = over_store(create("test", learning_rate=1.0) if in_store else None)
     weights, grads = on_device(arenas(10, 20, 30)), on_device(arenas(0, 0, 0))
     target = weights if in_store else grads

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer import create, create_from_spec
+from kvstore_server.optimizer import create, create_optimizer_from_spec
 from kvtrainer import Trainer
 from tests.support.scalar_training import IN_STORE, trainer_of, zeros
 
@@ -178,7 +178,7 @@ def test_options_travel_as_plain_numbers() -> None:
     optimizer = create("sgd", momentum=0.9, momentum_correction={"threshold": 2})
     described = optimizer.spec()
     assert described["hyper"]["momentum_correction"] == [2.0, 1e-7]
-    assert create_from_spec(described).hyper == optimizer.hyper
+    assert create_optimizer_from_spec(described).hyper == optimizer.hyper
     assert create("sgd").spec()["hyper"]["momentum_correction"] is None
 
 

@@ -140,7 +140,7 @@ def test_calls_inside_of_a_call_are_free(net: torch.nn.Linear) -> None:
 
 def test_the_mark_of_an_interrupted_call_blocks_no_later_call(net: torch.nn.Linear) -> None:
     trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore=None)
-    interrupted = thread_guard._Call()
+    interrupted = thread_guard._GuardedCall()
     interrupted.method, interrupted.thread = "step", threading.get_ident()
     trainer.__dict__[thread_guard._CALL] = weakref.ref(interrupted)
     net(torch.ones(1, 3)).sum().backward()

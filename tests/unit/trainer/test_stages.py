@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from kvstore_server.shard.norms import Decision, Measured
 from kvtrainer import Trainer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
-from kvtrainer.options.stages import GradientLimits, make_limits
+from kvtrainer.options.stages import GradientLimits, make_stage_limits
 from kvtrainer.types import StepResult
 from tests.support.ways_to_train import STORES
 
@@ -130,7 +130,7 @@ FINITE, BROKEN = Measured(5.0, True), Measured(math.nan, False)
 
 
 def limits(clip: dict[str, Any] | None = None, on_nonfinite: str | None = None) -> GradientLimits:
-    return make_limits(clip, on_nonfinite)
+    return make_stage_limits(clip, on_nonfinite)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
@@ -166,7 +166,7 @@ def test_error_if_nonfinite_means_raise() -> None:
 
 def test_norm_type_may_be_infinite_under_either_spelling() -> None:
     for given in (math.inf, "inf"):
-        assert make_limits({"max_norm": 2, "norm_type": given}) == GradientLimits(2.0, math.inf)
+        assert make_stage_limits({"max_norm": 2, "norm_type": given}) == GradientLimits(2.0, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -188,17 +188,17 @@ def test_norm_type_may_be_infinite_under_either_spelling() -> None:
 )
 def test_wrong_entries_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        make_limits(given)
+        make_stage_limits(given)
 
 
 def test_a_number_is_no_limit() -> None:
     with pytest.raises(ArgumentTypeError, match="must be a dict, got int: 35"):
-        make_limits(35)
+        make_stage_limits(35)
 
 
 def test_unknown_way_out_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"on_nonfinite .*got 'stop'"):
-        make_limits(None, "stop")
+        make_stage_limits(None, "stop")
 
 
 def test_workers_compare_all_that_decides() -> None:

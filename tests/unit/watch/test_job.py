@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtrainer.watch.job import JobStatus, View, as_values, view_of
+from kvtrainer.watch.job import JobStatus, JobView, job_view_as_values, job_view_of
 
 
 def worker(
@@ -35,12 +35,12 @@ def server(*jobs: dict[str, Any], **other: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def seen(before: list[Any], now: list[Any], seconds: float = 2.0) -> View:
+def seen(before: list[Any], now: list[Any], seconds: float = 2.0) -> JobView:
     """What is seen of servers that gave these answers, the second ones so many seconds after the first."""
     now = [
         facts and {**facts, **{name: facts[name] + seconds for name in ("uptime", "clock")}} for facts in now
     ]
-    return view_of(
+    return job_view_of(
         JobStatus(10.0, before), JobStatus(10.0 + seconds, now), [f"tcp://s:{at}" for at in range(len(now))]
     )
 
@@ -55,14 +55,14 @@ def test_counts_become_rates() -> None:
 
 def test_rates_are_by_the_clock_of_the_server_that_counted() -> None:
     before, now = server(job([worker(0)])), server(job([worker(0)], rounds=10), clock=505.0, uptime=95.0)
-    view = view_of(JobStatus(10.0, [before]), JobStatus(11.0, [now]), ["tcp://s:0"])
+    view = job_view_of(JobStatus(10.0, [before]), JobStatus(11.0, [now]), ["tcp://s:0"])
     assert view.jobs[0].rounds == 2.0
 
 
 def test_a_server_that_was_started_again_has_no_rates_yet() -> None:
     before = server(job([worker(0)], rounds=100, bytes_in=9000))
     now = server(job([worker(0)], rounds=3, bytes_in=50), uptime=1.0, clock=502.0)
-    view = view_of(JobStatus(10.0, [before]), JobStatus(12.0, [now]), ["tcp://s:0"])
+    view = job_view_of(JobStatus(10.0, [before]), JobStatus(12.0, [now]), ["tcp://s:0"])
     assert (view.jobs[0].rounds, view.servers[0].bytes_in, view.servers[0].cpu) == (0.0, 0.0, 0.0)
 
 
@@ -167,7 +167,7 @@ def test_a_job_is_shown_while_the_server_with_its_keys_does_not_answer() -> None
 
 def test_a_view_as_values_survives_json() -> None:
     facts = server(job([worker(0, 2.0)], waits=[{"what": "w", "seconds": 1.0, "missing": [0]}]))
-    values = as_values(seen([facts], [facts]))
+    values = job_view_as_values(seen([facts], [facts]))
     assert json.loads(json.dumps(values)) == values
     assert values["jobs"][0]["waits"] == [{"what": "w", "seconds": 1.0, "missing": [0]}]
 

@@ -15,7 +15,7 @@ from threading import Event, Thread
 import pytest
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.watch.job import View
+from kvtrainer.watch.job import JobView
 from kvtrainer.watch.top import HISTORY, Page, format_metrics
 from tests.support.browser import WITH_CHROMIUM, in_browser
 from tests.support.limits import LIMIT
@@ -23,7 +23,7 @@ from tests.support.processes import ROOT
 from tests.unit.watch.test_job import job, seen, server, worker
 
 
-def view() -> View:
+def view() -> JobView:
     before = server(job([worker(0), worker(1)]))
     waits = [{"what": f"round {at}", "seconds": at / 10, "missing": [0]} for at in (9, 10)]
     slow = worker(1, 1.5, says={"seconds": 4.0, "steps": 8, "loss": 0.25})
@@ -31,18 +31,18 @@ def view() -> View:
     return seen([before], [now])
 
 
-def apart() -> View:
+def apart() -> JobView:
     """A job whose workers have rounds of their own."""
     facts = server(job([worker(0, round=9), worker(1, round=4)], mode="async"))
     return seen([facts], [facts])
 
 
 @contextmanager
-def showing(one: View) -> Iterator[Page]:
+def showing(one: JobView) -> Iterator[Page]:
     """A page that has seen one view, and goes on until the block ends."""
     shown, over = Event(), Event()
 
-    def views() -> Iterator[View]:
+    def views() -> Iterator[JobView]:
         yield one
         shown.set()
         over.wait(LIMIT)

@@ -23,7 +23,7 @@ def play(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> list[float]:
         asked.append(timeout)
         return [left.pop(0)] * len(addresses)
 
-    monkeypatch.setattr(top, "look", look)
+    monkeypatch.setattr(top, "probe_servers", look)
     monkeypatch.setenv("KVSTORE_SERVERS", "")
     return asked
 

@@ -16,7 +16,7 @@ import torch.optim
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
 from kvstore_server.optimizer import Optimizer, register
-from kvstore_server.optimizer.registry import known
+from kvstore_server.optimizer.registry import registered_optimizers
 from kvtrainer.errors import ArgumentTypeError, RegistryError, UnregisteredNameError
 
 _log = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class Registry:
                 present = self._entries.get(one, self._fallback().get(one))
                 if present not in (None, entry):
                     raise RegistryError(
-                        f"the {self.name} {one!r} is already {_qualified_name(present)}; register "
-                        f"{_qualified_name(entry)} under another name, or replace the entry with force=True"
+                        f"the {self.name} {one!r} is already {_qualified_registry_name(present)}; register "
+                        f"{_qualified_registry_name(entry)} under another name, or replace the entry with force=True"
                     )
             for one in own:
                 self._add(one, entry)
@@ -192,7 +192,7 @@ class Registry:
                 self._add(point.name, loaded)
 
 
-def _qualified_name(entry: Any) -> str:
+def _qualified_registry_name(entry: Any) -> str:
     return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
 
 
@@ -200,7 +200,7 @@ _MMENGINES: dict[str, Any] = {"TorchAdafactor": torch.optim.Adafactor}
 """mmengine's names of torch classes, where they differ: there, "Adafactor" is the one of transformers."""
 
 
-def _other_optimizers() -> dict[str, Any]:
+def _optimizers_outside_registry() -> dict[str, Any]:
     """Return torch's optimizers by class name, and those that stores know by their names.
 
     Gluon's are available as "gluon:NAME" too, because torch has classes of the same names.
@@ -209,11 +209,15 @@ def _other_optimizers() -> dict[str, Any]:
     base = torch.optim.Optimizer
     found: dict[str, Any] = {n: cls for n, cls in kinds.items() if issubclass(cls, base) and cls is not base}
     of_torch = {name.casefold() for name in found}
-    others = {name: cls for name, cls in known().items() if name.removeprefix("torch:") not in of_torch}
+    others = {
+        name: cls
+        for name, cls in registered_optimizers().items()
+        if name.removeprefix("torch:") not in of_torch
+    }
     found |= {cls.__name__ if name.startswith("torch:") else name: cls for name, cls in others.items()}
     found |= {name: cls for name, cls in _MMENGINES.items() if name not in found}
-    found |= {f"gluon:{name}": cls for name, cls in known().items() if ":" not in name}
-    return found | {name: cls for name, cls in known().items() if name.startswith("torch:")}
+    found |= {f"gluon:{name}": cls for name, cls in registered_optimizers().items() if ":" not in name}
+    return found | {name: cls for name, cls in registered_optimizers().items() if name.startswith("torch:")}
 
 
 def _register_with_stores(cls: Any) -> None:
@@ -221,7 +225,7 @@ def _register_with_stores(cls: Any) -> None:
 
     An unknown torch class gets whole keys, which is right for every class that treats parameters independently.
     """
-    if not isinstance(cls, type) or cls in known().values():
+    if not isinstance(cls, type) or cls in registered_optimizers().values():
         return
     if issubclass(cls, Optimizer):
         register(cls)
@@ -230,7 +234,10 @@ def _register_with_stores(cls: Any) -> None:
 
 
 OPTIMIZERS = Registry(
-    "optimizer", "kvtrainer.optimizers", fallback=_other_optimizers, on_register=_register_with_stores
+    "optimizer",
+    "kvtrainer.optimizers",
+    fallback=_optimizers_outside_registry,
+    on_register=_register_with_stores,
 )
 """Every class of torch.optim by its name, and Gluon's by theirs; with the prefix "gluon:" where both have one."""
 OPTIMIZER_CONSTRUCTORS = Registry("optimizer constructor", "kvtrainer.optimizer_constructors")

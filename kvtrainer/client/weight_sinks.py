@@ -1,13 +1,13 @@
 """Where new weights of a table arrive on a worker: `WeightSink`, and what it maps instead of copying.
 
-`MappedSink` maps the servers' memory privately over the parameters' own. A clean page shows what the server writes;
-a page that the loop writes to becomes private to this process, and the system's page map tells which pages are. So
-`written` finds what the loop has changed: pages with the same bytes as the server's are given back, and all others
+`MappedWeightSink` maps the servers' memory privately over the parameters' own. A clean page shows what the server
+writes; a page that the loop writes to becomes private to this process, and the system's page map tells which pages are.
+So `written` finds what the loop has changed: pages with the same bytes as the server's are given back, and all others
 are reported. A slice begins at the same offset in its page as on the server. Pages at its ends, which it may share
 with a slice of another server, are not mapped but copied.
 
-`PrivateSink` does the same with a file of this process to which rounds write weights that come in messages.
-`CopySink` is for asynchronous rounds where pages do not tell. Weights of a CUDA device arrive in a `DeviceSink`
+`PrivateWeightSink` does the same with a file of this process to which rounds write weights that come in messages.
+`CopyWeightSink` is for asynchronous rounds where pages do not tell. Weights of a CUDA device arrive in a `StagingSink`
 (`kvtrainer/sync/device_staging.py`).
 
 Servers count the beginning and the end of each write in counters behind the weights (a seqlock). After a round that
@@ -30,7 +30,7 @@ from kvstore_server.engine.memory import available_memory
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
-from kvstore_server.transport.pages import MOVED_AT_ONCE, PageSystem, split_neighbours
+from kvstore_server.transport.pages import MOVED_AT_ONCE, PageSystem, split_neighbouring_pages
 from kvtrainer.types import Arenas
 
 _FEW_PAGES = 16
@@ -107,7 +107,7 @@ class WeightSink:
 IN_PLACE = WeightSink()
 
 
-class CopySink(WeightSink):
+class CopyWeightSink(WeightSink):
     """Rounds write to a copy, so that it is known what came last while the store may have newer weights."""
 
     def __init__(self, weights: Arenas) -> None:
@@ -140,7 +140,7 @@ class _Mapped(NamedTuple):
     end: int
 
 
-class MappedSink(WeightSink):
+class MappedWeightSink(WeightSink):
     """Maps the servers' memory in place of the parameters' where it can.
 
     Args:
@@ -224,7 +224,7 @@ class MappedSink(WeightSink):
 
     def attach(self) -> None:
         for dtype, own in self._own_pages():
-            for some in split_neighbours(own):
+            for some in split_neighbouring_pages(own):
                 address = self._flats[dtype].data_ptr() + int(some[0]) * PAGE
                 self._system.forget(address, len(some) * PAGE)
         self.commit()
@@ -313,7 +313,7 @@ class MappedSink(WeightSink):
         for one in self._slices.values():
             mine = pages[(pages >= one.first) & (pages < one.end)] if one.slice_.dtype == dtype else pages[:0]
             at = one.slice_.offset * SIZES[dtype]
-            for some in split_neighbours(mine // PAGE):
+            for some in split_neighbouring_pages(mine // PAGE):
                 begin, end = int(some[0]) * PAGE, int(some[-1]) * PAGE + PAGE
                 if torch.equal(flat[begin:end], one.source[begin - at : end - at]):
                     self._system.forget(flat.data_ptr() + begin, end - begin)
@@ -322,11 +322,11 @@ class MappedSink(WeightSink):
         return found
 
 
-class PrivateSink(WeightSink):
+class PrivateWeightSink(WeightSink):
     """Rounds write weights that come in messages to a file, which the parameters' memory maps privately.
 
-    A clean page of the parameters shows the file, so `written` works as that of `MappedSink`, wherever the servers
-    are.
+    A clean page of the parameters shows the file, so `written` works as that of `MappedWeightSink`, wherever the
+    servers are.
 
     Args:
         flats: Dtype → the parameters' memory: whole pages, which are replaced.
@@ -415,5 +415,5 @@ class PrivateSink(WeightSink):
     def _private_ranges(self, shown: Tensor) -> Iterator[tuple[int, int]]:
         if len(shown):
             pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
-            for some in split_neighbours(pages):
+            for some in split_neighbouring_pages(pages):
                 yield int(some[0]) * PAGE, min(int(some[-1]) * PAGE + PAGE, len(shown))
