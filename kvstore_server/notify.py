@@ -45,7 +45,7 @@ def notify(environ: Mapping[str, str], message: str, descriptors: Sequence[int] 
 
     Args:
         environ: The environment of the process.
-        message, descriptors: As for `send`.
+        message, descriptors: As for `send_notification`.
 
     Returns:
         Whether there is such a supervisor.

@@ -70,7 +70,7 @@ def probe_question() -> list[bytes]:
 
 
 def facts_in_probe_answer(frames: Sequence[bytes]) -> Mapping[str, Any]:
-    """Return the status in a server's answer. Raises like `look`."""
+    """Return the status in a server's answer. Raises like `probe_servers`."""
     message = b"".join(frames)
     if len(message) < HEADER.size or message[:2] != b"KV":
         raise ProtocolError("the process at this address is not a kvstore-server")

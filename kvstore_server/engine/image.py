@@ -48,7 +48,7 @@ def pack_image(value: Any) -> bytes:
 
 
 def unpack_image(data: bytes) -> Any:
-    """Decode what `pack` has encoded; checksums have shown that it is that. Raises RecoveryError otherwise."""
+    """Decode what `pack_image` has encoded; checksums have shown that it is that. Raises RecoveryError otherwise."""
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:

@@ -2,9 +2,9 @@
 
 Gradients and new weights travel in opposite directions, so over a network both can travel at once. A rank may declare
 its intent for a round, a commit in advance, before it sends its slices. Once all ranks have declared intents that
-agree (`_begin_round`), a slice that every rank has given, except ranks that give none, is summed, applied and answered
-immediately. A slice that arrives in parts is applied as far as all ranks have given it. The last slice waits for the
-commits, which end the round like any other (`finish`).
+agree (`_begin_pipelined_round`), a slice that every rank has given, except ranks that give none, is summed, applied and
+answered immediately. A slice that arrives in parts is applied as far as all ranks have given it. The last slice waits
+for the commits, which end the round like any other (`finish`).
 
 A rank that still computes gradients declares a tentative intent and may revise it; what was applied stays if it fits
 the revision, too.

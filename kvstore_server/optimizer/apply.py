@@ -86,7 +86,7 @@ def apply_update(
             overwritten, unless the optimizer `takes_pieces` and nothing is clipped. May be a coalesced sparse tensor
             with one sparse dimension if `optimizer.takes_sparse(hyper)`, and `GradFragments` if it `takes_pieces`.
         state: Of these elements or this key, updated in place: plain values, and tensors with one number per element,
-            or of any shape for a key. Trees are stored as by `flatten`.
+            or of any shape for a key. Trees are stored as by `flatten_trees`.
         hyper: The options with multipliers applied; no tensors. A key has its name as 'key'; an optimizer that is
             `positioned` needs 'key' and 'first'.
         padding: Returns the parts of `weight` that are padding.
@@ -305,7 +305,7 @@ def applies_to_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
 
 
 def applies_to_rows_alone(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Return whether `update_rows` is known to leave the weights of all other rows unchanged."""
+    """Return whether `apply_update_to_rows` is known to leave the weights of all other rows unchanged."""
     if optimizer.takes_sparse(hyper):
         # The momentum of torch's SGD moves all rows that ever had a gradient.
         return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")

@@ -2,7 +2,7 @@
 
 An entry with one number per element is in flat memory with the layout of the weights, so that one kernel call updates
 many segments. Every other entry (a plain value, or a tensor of any shape made by an optimizer of whole keys) is stored
-with its segment, or with the first one if a key has several. Trees are stored as by `flatten`.
+with its segment, or with the first one if a key has several. Trees are stored as by `flatten_trees`.
 
 Invariants: the mapping of entries of a segment may be shared between segments, so it is replaced and never changed;
 segments with the same mapping and step can be updated together. Flat memory is zero where no segment has an entry.

@@ -108,7 +108,7 @@ def encode_tree_entry(value: Any) -> Any:
 
 
 def decode_tree_entry(value: Any) -> Any:
-    """Inverse of `encode`; other values are unchanged. Raises KeyError, TypeError or ValueError."""
+    """Inverse of `encode_tree_entry`; other values are unchanged. Raises KeyError, TypeError or ValueError."""
     if isinstance(value, dict) and set(value) == {_TREE}:
         return TreeForm(_decode_tree(value[_TREE]))
     if isinstance(value, dict) and set(value) == {_BYTES}:

@@ -160,7 +160,7 @@ class LongMessage:
             self._frames.clear()
 
     def decode(self) -> tuple[int, int, int, Any]:
-        """Decode the complete message, like `decode`. Raises ProtocolError, too, if it was too large."""
+        """Decode the complete message, like `decode_frames`. Raises ProtocolError, too, if it was too large."""
         if not self._is_refused:
             return decode_frames(self._frames)
         raise ProtocolError(

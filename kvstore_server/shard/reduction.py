@@ -1,9 +1,9 @@
 """Sums of the ranks' contributions to a Shard, some adjacent slots at a time.
 
-A contribution is a list of runs (dense elements of adjacent slots) and of rows of keys. `Sums.chunks` divides the
+A contribution is a list of runs (dense elements of adjacent slots) and of rows of keys. `Reduction.chunks` divides the
 slots into chunks that fit into a cache: first into spans to which the same ranks contribute (`_spans`), then into
 groups of spans that are adjacent and short enough (`_span_groups`). The division depends only on what was given, not
-on its contents, so it is cached. `Sums.total` adds one chunk; `Sums.sum_of_rows` adds rows.
+on its contents, so it is cached. `Reduction.total` adds one chunk; `Reduction.sum_of_rows` adds rows.
 
 Invariants: sums are left folds in rank order, so bits do not depend on the order of arrival. Half precision is summed
 in float32. Compressed payloads are decoded while they are added. Equal scales are applied once, to the sum.

@@ -6,7 +6,7 @@ line; the index of a slice in that order is its *slot*. Optimizer state has the 
 equal options are summed and updated by one call, padding included, even if they belong to different units. A key is in
 adjacent slots, so its rows are one block.
 
-How an update works: `Sums` (in `reduction`) cuts the contributions into chunks and adds them in rank order, the
+How an update works: `Reduction` (in `reduction`) cuts the contributions into chunks and adds them in rank order, the
 optimizer is applied to each chunk, split where options or state differ (`_update_runs`); keys that all ranks gave
 as rows are updated row by row (`_update_rows`); optimizers that are not elementwise get whole keys (`_update_keys`).
 

@@ -530,7 +530,7 @@ def connect_channel(run: int, token: int, own: bytes) -> Channel:
 
 
 def watch_over_channel(run: int, token: int, own: bytes) -> Process:
-    """Let the server of a run watch this process, and return the server's process; otherwise like `connect`."""
+    """Let the server of a run watch this process, and return the server's process; otherwise like `connect_channel`."""
     with _make_channel_socket() as end:
         _send_channel_identity(end, run, _WATCH, token, own)
         if not end.recv(_HEAD.size):

@@ -9,8 +9,8 @@ A server that is restarted when its process ends gets new sockets and a new chan
 of the old process is mixed with what its successor sends. Over TCP the end of a connection is known from ZeroMQ's
 monitor of the socket.
 
-Requests wait in one heap per server, by priority, until the channel or the socket takes them. Over ZeroMQ a `Window`
-limits how much of a round is on its way. All sockets, channels and process descriptors are in one poller.
+Requests wait in one heap per server, by priority, until the channel or the socket takes them. Over ZeroMQ a
+`FlowWindow` limits how much of a round is on its way. All sockets, channels and process descriptors are in one poller.
 
 A process that was forked from the owner (a DataLoader's worker, say) must leave the connection alone: sending raises
 there, and closing does nothing. No other file of the trainer imports ZeroMQ.

@@ -1,9 +1,9 @@
 """The lifetime of a launched job, on this host or several: servers start, then workers, then all are ended in order.
 
-`Launcher.run` reads from top to bottom, and runs the event loop wherever it waits. The first failure or signal decides
-the exit code. Whatever happens after it, no process is left behind. With restarts, the death of a worker is a failure
-only when it has no restart left; servers are started again by supervisors of their own (`kvstore-server --supervise`).
-If snapshots are written, a supervisor that is killed, or whose host is lost, is started again, too.
+`JobLauncher.run` reads from top to bottom, and runs the event loop wherever it waits. The first failure or signal
+decides the exit code. Whatever happens after it, no process is left behind. With restarts, the death of a worker is a
+failure only when it has no restart left; servers are started again by supervisors of their own (`kvstore-server
+--supervise`). If snapshots are written, a supervisor that is killed, or whose host is lost, is started again, too.
 
 A host file assigns processes to hosts, where they are started over ssh. Workers: each host, in file order, gets as many
 consecutive ranks as it has slots (1 by default), starting over when all slots are taken. Servers: one per host in file

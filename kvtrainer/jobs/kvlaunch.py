@@ -1,7 +1,7 @@
 """`kvlaunch`: the command line that starts servers and workers of one job, on this machine or over ssh.
 
-This module only turns arguments into the commands and the environment of processes; `Launcher` (`job.py`) starts them,
-watches them, starts again what may be restarted, and ends them.
+This module only turns arguments into the commands and the environment of processes; `JobLauncher` (`job.py`) starts
+them, watches them, starts again what may be restarted, and ends them.
 
 - Everything is checked before the first process is started: wrong usage exits with code 2. Otherwise the exit code is
   that of the first process that failed.

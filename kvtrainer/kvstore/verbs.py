@@ -1,7 +1,7 @@
 """The kvstore verbs (init, push, pull, pushpull, …) over a client of engines, in this process or on servers.
 
-A store keeps an `Entry` for each key: its spec and its table. Each key is a table of its own, so workers may push keys
-in any order and push any subset of them. `push` and `pushpull` go through `_contribute`: find the keys, sum the
+A store keeps a `ValueEntry` for each key: its spec and its table. Each key is a table of its own, so workers may push
+keys in any order and push any subset of them. `push` and `pushpull` go through `_contribute`: find the keys, sum the
 replicas of each value, sum over ranks if there is a process group, then start a round of the client. A pull writes
 directly into `out` where its memory allows it.
 

@@ -1,8 +1,9 @@
 """Optimizer state by slice, by parameter and in a file, and the conversions between them.
 
 Stores keep state by slice. `export_states` and `import_states` convert it to and from a dict for each parameter, in the
-form of torch's `state_dict`. `SavedStates` has that and everything else that a Trainer needs to resume; `pack` and
-`unpack_state_file` convert it to the contents of a safetensors file: tensors, and JSON with a checksum.
+form of torch's `state_dict`. `SavedStates` has that and everything else that a Trainer needs to resume;
+`pack_state_file` and `unpack_state_file` convert it to the contents of a safetensors file: tensors, and JSON with a
+checksum.
 
 Which entries an optimizer keeps is found by a trial update of zeros (`trial_state`), so optimizers of users need not
 declare them. State that does not fit is refused with a list of all differences before anything is changed.
@@ -480,7 +481,7 @@ def check_state_file_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def unpack_state_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedStates:
-    """Restore what `pack` returned.
+    """Restore what `pack_state_file` returned.
 
     Raises:
         StateFileError: It is something else, written by a newer release, or damaged.
