@@ -288,7 +288,7 @@ def _comes_too_late(space: Namespace, rank: int, number: int, round_: int, view:
     """Return whether a commit can only be told how the rounds up to its own have ended."""
     views, shared = space.views, space.rounds.shared
     assert views is not None
-    opened, current = shared.number(number), views.current
+    opened = shared.number(number)
     if round_ >= opened:
         return round_ == opened and is_left_out(space, rank, opened)
     if not shared.was_applied(number, round_):
@@ -322,9 +322,7 @@ def _delay(
     return wait
 
 
-def _tell_left_out(
-    space: Namespace, rank: int, waiter: Waiter, version: int, flags: int
-) -> list[m.Outgoing]:
+def _tell_left_out(space: Namespace, rank: int, waiter: Waiter, version: int, flags: int) -> list[m.Outgoing]:
     """Tell a rank which round is open, how the last one has ended, and the weights after it."""
     views, shared, [table] = space.views, space.rounds.shared, space.tables
     assert views is not None
@@ -333,9 +331,11 @@ def _tell_left_out(
     applied = min(opened, int(shared.first_failed(np.array([number]))[0])) - 1
     end = table.ends.get(ALL)
     states = _latest_states(space, rank, opened) if space.is_coordinator else ()
+    is_closed = space.is_coordinator and views.ended.closes == opened - 1
+    closed = views.ended if is_closed else MemberView(-1, ())
     left_out = m.LeftOut(
         number, opened, applied, end is not None and end.is_skipped, () if end is None else end.left_out,
-        view.ranks, view.number, view.spare, states,
+        view.ranks, view.number, view.spare, closed.number, closed.ranks, states,
     )  # fmt: skip
     replies: list[m.ReplyBody] = [left_out]
     if flags & m.WANTS_WEIGHTS and flags & m.WANTS_DELTA:
@@ -399,7 +399,11 @@ def _forget_commits(space: Namespace) -> list[tuple[int, Waiter]]:
 
 def is_left_out(space: Namespace, rank: int, round_: int) -> bool:
     """Return whether an open round was closed without a rank."""
-    return space.views is not None and space.views.current.closes == round_ and rank not in space.views.current.ranks
+    return (
+        space.views is not None
+        and space.views.current.closes == round_
+        and rank not in space.views.current.ranks
+    )
 
 
 def tell_closed(space: Namespace, waiter: Waiter, closed: MemberView) -> list[m.Outgoing]:

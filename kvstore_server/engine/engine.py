@@ -569,7 +569,7 @@ class Engine:
         is_open = body.round == space.rounds.shared.number(table.number)
         if not is_open or space.is_coordinator or view.number <= views.current.number:
             return []  # it is known already
-        views.check(sender.rank, view)
+        views.check(body.ranks[0] if body.ranks else sender.rank, view)
         adopt(space, view, sender.now)
         return self._finish_if_complete(space, sender.now)
 
@@ -857,7 +857,10 @@ class Engine:
         whose = ALL if tracker is space.rounds.shared else rank
         number, out = tracker.number(table.number), list[m.Outgoing]()
         if abort.round == number and is_left_out(space, rank, number):
-            return _make_status(sender, {"applied": True})  # it has no part in it
+            lost = space.membership.lost(sender.now, self.config.dead_after)
+            gone = {*lost, *space.membership.departed, *(space.views.leaving if space.views else ())}
+            if gone.isdisjoint(tracker.missing_ranks(table.number)):
+                return _make_status(sender, {"applied": True})  # it has no part in it
         if abort.round == number:
             out += self._fail(space, tracker, table, error)
         # Another server failed the round that this one has applied: undo it while no slice of the next has arrived.

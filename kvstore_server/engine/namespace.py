@@ -596,7 +596,9 @@ class Namespace:
 
     def forget_member(self, rank: int) -> None:
         """Forget what a rank that is no member any more has left for its successor, and what it said of options."""
-        for key in [key for key in self.client_states if key[1] == rank]:
+        # With backup workers those that come late may need what it has left, if it was the fastest.
+        is_kept = self.views is not None and self.views.backup_workers
+        for key in [key for key in self.client_states if key[1] == rank and not is_kept]:
             self.claim(-_nbytes_of(self.client_states.pop(key)), "")
             if self.changes is not None:
                 self.changes.note_client(*key)

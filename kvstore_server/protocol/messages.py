@@ -135,8 +135,8 @@ DECLARES_INTENT: this is not a commit but declares one in advance, with the gene
 replaced: the slices named by its pushes, which bring no bytes, and one generation for all others. It is not answered.
 TENTATIVE: the declaration is tentative, because the rank still computes; another one, or the commit, replaces it.
 REPEATS: a commit that an earlier process of this rank has made is asked about; it is never accepted as a new one.
-FOLLOWS: with backup workers; this is not a commit but asks for the present weights, as soon as this round is over. It is
-answered by LeftOut, and the weights.
+FOLLOWS: with backup workers; this is not a commit but asks for the present weights, as soon as this round is over. The
+answer is LeftOut, and the weights.
 """
 
 PART = 32
@@ -379,14 +379,17 @@ class LeaveRounds:
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """Tells another server with which ranks the coordinator has closed a round; it is not answered."""
+    """Tells another server with which ranks the coordinator has closed a round; it is not answered.
+
+    Any rank may pass it on, because all of these may have died.
+    """
 
     table: int
     round: int
     view: int
     """The number of the view."""
     ranks: tuple[int, ...]
-    """Ascending; this rank is one of them."""
+    """Ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,6 +605,10 @@ class LeftOut:
     """The number of their view."""
     spare: int
     """How many of them the open round leaves out."""
+    closed_view: int = -1
+    """From the coordinator: the number of the view with which it has closed the last round; -1: it has not."""
+    closed_ranks: tuple[int, ...] = ()
+    """The ranks of that view."""
     client_states: tuple[bytes, ...] = ()
     """From the coordinator: what the latest commits before the open round brought, of this rank or of another one that
     has made more rounds."""

@@ -65,6 +65,10 @@ class Worker:
     state: str = "hello"
     ended: str = ""
     completed: list[int] = field(default_factory=list)
+    aborted: int = 0
+    """The round that it gives up."""
+    is_late: bool = False
+    """Whether the gradient that it has then does not count in the next one."""
     applied: dict[int, bool] = field(default_factory=dict)
     """While it gives a round up: whether each server counts it as applied."""
     undoes: bool = False
@@ -113,17 +117,26 @@ class Worker:
             return [(s, self.commit(s, self.round - 1, flags, 0)) for s in self.open()]
         if self.state == "follow":
             flags = m.WANTS_WEIGHTS | m.FOLLOWS
-            return [(s, self.commit(s, self.asked, flags, 0)) for s in range(SERVERS) if s not in self.left_out]
+            asked = [(s, self.commit(s, self.asked, flags, 0)) for s in range(SERVERS) if s not in self.left_out]
+            return [*asked, *self.passed_on()]
         if self.state == "leave":
             return [(0, m.LeaveRounds(0))]
         if self.state == "give up":
-            abort = m.Abort(0, self.round, "", self.undoes, True)
+            abort = m.Abort(0, self.aborted, "", self.undoes, True)
             return [(s, abort) for s in range(SERVERS) if s not in self.applied]
         commits = [(s, self.commit(s, self.round, m.WANTS_WEIGHTS, 1)) for s in self.open()]
         if self.closed is None:
-            return commits
+            return [*commits, *self.passed_on()]
         told = m.CloseRound(0, self.round, self.closed.number, self.closed.ranks)
         return [*commits, *[(s, told) for s in self.open() if s]]
+
+    def passed_on(self) -> list[tuple[int, m.RequestBody]]:
+        """What the coordinator has said about a round that has ended there without this rank."""
+        told = self.left_out.get(0)
+        if told is None or told.closed_view < 0:
+            return []
+        closed = m.CloseRound(0, told.round - 1, told.closed_view, told.closed_ranks)
+        return [(s, closed) for s in range(1, SERVERS) if s not in self.left_out]
 
     def open(self) -> list[int]:
         """The servers that have not answered; the coordinator has to tell the next members, too."""
@@ -163,9 +176,11 @@ class Worker:
             if self.backup and body.since:
                 self.follow(body.since - 1)
         elif isinstance(body, m.Failed):
-            if self.state in ("round", "give up") and body.code == RepeatedRoundError.__name__:
+            if self.state in ("round", "follow", "give up") and body.code == RepeatedRoundError.__name__:
                 if number == self.number and self.state == "round":
-                    self.give_up({server: False})
+                    self.give_up(self.round, {server: False})
+                elif number == self.number and self.state == "follow":
+                    self.give_up(self.asked, {})
             else:
                 self.ended = f"{body.code}: {body.text}"
         elif self.state == "give up":
@@ -201,9 +216,18 @@ class Worker:
         if self.state == "follow" and len(told) < SERVERS:
             return
         last = max([one.round for one in told.values()])
-        if len(told) < SERVERS or len({(one.round, one.applied) for one in told.values()}) > 1:
+        failed = {s: False for s, one in told.items() if one.round == last and one.applied < last - 1}
+        if len(told) == SERVERS and len({(one.round, one.applied) for one in told.values()}) == 1:
+            self.enter(last)
+        elif failed:
+            self.give_up(last - 1, failed)  # a round that one server has failed fails everywhere
+        else:
             self.follow(last - 1)
-        elif self.rank not in told[0].members:
+
+    def enter(self, last: int) -> None:
+        """Go on with the open round, about which all servers agree, or wait for its end if it has begun without it."""
+        told = self.left_out
+        if self.rank not in told[0].members:
             self.follow(last)
         else:
             assert len({one.client_states for one in told.values()}) == 1, told  # the weights
@@ -234,14 +258,16 @@ class Worker:
             if self.rank not in view.ranks:
                 self.ended = "FencedError: not a member"
             elif self.done - ({0} if self.following is None else set()):
-                self.give_up({})  # a server has ended the round with former members
+                self.give_up(self.round, {})  # a server has ended the round with former members
                 return
             self.view, self.number = view, self.number + 1
             self.done.clear()
 
-    def give_up(self, applied: dict[int, bool]) -> None:
-        """Abort the round everywhere, before it is made again."""
-        self.state, self.applied, self.undoes = "give up", applied, False
+    def give_up(self, round_: int, applied: dict[int, bool]) -> None:
+        """Abort a round everywhere, before it is made again."""
+        is_undecided = self.view is not None and self.view.spare > 0 and self.closed is None
+        self.is_late = self.state == "follow" or is_undecided
+        self.aborted, self.state, self.applied, self.undoes = round_, "give up", applied, False
         self.number += 1
         self.go_on_giving_up()
 
@@ -255,9 +281,9 @@ class Worker:
                 del self.applied[server]
         elif where:
             self.ended = "WorkerLostError: servers are one round apart"
-        elif self.backup and self.closed is None and self.view is not None and self.view.spare:
+        elif self.is_late:
             # Its gradient may be of weights that servers have changed and restored meanwhile.
-            self.follow(self.round)
+            self.follow(self.aborted)
         else:
             self.round += 1
             self.begin_round()
@@ -283,8 +309,6 @@ class Simulation:
         self.workers: dict[bytes, Worker] = {}
         self.flying: list[tuple[float, int, bytes, m.Request | m.Reply]] = []
         """(when it is delivered, server, process, message)."""
-        self.weights = [torch.zeros(2) for _ in range(SERVERS)]
-        """The first two weights of each server after its last round."""
         self.totals: list[dict[int, float]] = [{} for _ in range(SERVERS)]
         """By server: round → the sum that was applied."""
         self.missed = 0
@@ -385,11 +409,11 @@ class Simulation:
             if worker.state == "leave" and isinstance(message.body, m.JoinRounds):
                 return  # over one connection it comes before the request to leave
             engine = self.engines[server]
-            before, members = self.round_of(server), self.all_members(server)
+            before, members, weights = self.round_of(server), self.all_members(server), self.weights_of(server)
             out = engine.handle(peer, message, self.now)
             if self.round_of(server) > before and (space := engine.namespaces.get("j")) is not None:
                 self.totals[server][before] = float(space.shard.storage.padded[0][0])
-                self.check_round(server, before, members)
+                self.check_round(server, before, members, weights)
             self.answer(server, out)
         elif not worker.ended:
             worker.receive(server, message.number, message.body)
@@ -398,12 +422,16 @@ class Simulation:
         space = self.engines[server].namespaces.get("j")
         return set() if space is None or space.views is None else space.views.members
 
-    def check_round(self, server: int, round_: int, members: set[int]) -> None:
+    def weights_of(self, server: int) -> torch.Tensor:
+        space = self.engines[server].namespaces.get("j")
+        has_table = space is not None and space.tables
+        return space.shard.storage.padded[0][:2].clone() if space is not None and has_table else torch.zeros(2)
+
+    def check_round(self, server: int, round_: int, members: set[int], former: torch.Tensor) -> None:
         """A round that was applied has as many members as the job says, each once, with what it gave to this round."""
         space = self.engines[server].namespaces["j"]
         views, weights = space.views, space.shard.storage.padded[0]
         assert views is not None
-        former, self.weights[server] = self.weights[server], weights[:2].clone()
         if not self.backup or not round_ or not space.rounds.shared.was_applied(0, round_):
             return
         ranks, (count, rounds) = views.ended.ranks, (weights[:2] - former).tolist()
