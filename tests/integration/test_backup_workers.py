@@ -19,6 +19,7 @@ import kvtrainer
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from tests.integration.test_elastic import first_weights, gradient, plain_loop, sgd
+from tests.support.cluster_work import train_with_pauses
 from tests.support.processes import Process, eventually, new_name, together
 from tests.support.stores import Servers, servers
 
@@ -115,3 +116,23 @@ def test_a_worker_that_is_late_holds_nobody_up_and_takes_part_again(
         for key, weight in expected.items():
             assert torch.allclose(weights[key], weight, rtol=0.0, atol=1e-6)
             assert torch.equal(weights[key], job.last[0][key])
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_processes_that_are_stopped_for_a_while_take_part_again(
+    transport: str, num_servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
+    flags = ["--spread-from", "1"]
+    pauses = {3: (3, 10), 1: (12, 15)}
+    with kvtrainer.local_cluster("2..4", num_servers, server_args=flags, backup_workers=1) as cluster:
+        found = cluster.run(train_with_pauses, str(tmp_path), 20, pauses)
+    members = [{rank for rank, (given, _, _) in enumerate(found) if step in given} for step in range(20)]
+    assert all(len(ranks) == 3 for ranks in members)
+    assert members[3:10] == [{0, 1, 2}] * 7
+    assert members[12:15] == [{0, 2, 3}] * 3
+    total = -sum([10.0**rank for ranks in members for rank in ranks])
+    assert [weights for _, _, weights in found] == [{key: {total} for key in "abc"}] * 4
+    assert sum([left_out for _, left_out, _ in found]) == 20
+

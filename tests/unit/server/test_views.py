@@ -18,7 +18,7 @@ def test_a_rank_that_asks_joins_at_the_end_of_the_round() -> None:
     views.joining.add(5)
     assert views.end_round(7, True) == []
     assert views.current == View(1, (0, 1, 2, 5))
-    assert (views.since, views.ended) == ({5: 7}, 0)
+    assert (views.since, views.ended) == ({5: 7}, View(0, (0, 1, 2)))
 
 
 def test_another_server_makes_no_view() -> None:
