@@ -291,7 +291,7 @@ def _make_parser() -> argparse.ArgumentParser:
         type=_integer_at_least(0),
         default=0,
         metavar="K",
-        help="with -n MIN..MAX: each step goes on without the K slowest workers, but with MIN at least (default: 0)",
+        help="with -n MIN..MAX: each step goes on without the K slowest workers, but with MIN at least",
     )
     add(
         "-s",

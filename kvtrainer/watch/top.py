@@ -204,6 +204,7 @@ def _worker_cells(one: Worker) -> list[Any]:
     state = one.state if one.round < 0 else f"{one.state}, round {one.round}"
     silent = "red" if one.silence >= SILENT else ""
     color = "red" if one.late >= 0.25 else "yellow" if one.late >= 0.05 else "green"
+    left_out = f", left out of {one.left_out}" if one.left_out else ""
     return [
         str(one.rank),
         _plain_text(one.address),
@@ -212,7 +213,7 @@ def _worker_cells(one: Worker) -> list[Any]:
         f"{one.samples:.0f}" if one.samples else "",
         f"{one.works:.0%}",
         f"{one.waits:.0%}",
-        f"[{color}]{one.late:.0%}[/]",
+        f"[{color}]{one.late:.0%}{left_out}[/]",
         "" if one.loss is None else f"{one.loss:.4g}",
         _plain_text(one.why) if one.silence < 0 else _plain_text(f"{one.silence:.1f} s", silent),
     ]
@@ -533,6 +534,7 @@ _OF_JOBS: Sequence[Metric] = (
 _OF_WORKERS: Sequence[Metric] = (
     ("up", "is_here", "1: the rank takes part"),
     ("late_ratio", "late", "Share of the time in which the others waited for this rank, from 0 to 1"),
+    ("left_out_total", "left_out", "Rounds that have ended without its gradient, with backup workers"),
     ("wait_ratio", "waits", "Share of the time in which it waited for servers and other workers"),
     ("compute_ratio", "works", "Share of the time between its steps: data, forward and backward"),
     ("steps_total", "steps_total", "Steps that it has made since its process started"),
