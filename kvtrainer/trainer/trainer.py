@@ -586,8 +586,8 @@ class Trainer(torch.optim.Optimizer):
         """How many steps have been made: the number of the next one.
 
         It grows by one with each `step` that sends gradients. With backup workers (`kvlaunch --backup-workers`) it
-        grows by more if steps were made without this worker, so a loop is `while trainer.round < num_steps:`. It begins with
-        the `round` that `resume` returns.
+        grows by more if steps were made without this worker, so a loop is `while trainer.round < num_steps:`. It begins
+        with the `round` that `resume` returns.
         """
         return self._pipeline.num_steps
 

@@ -194,9 +194,13 @@ def test_a_worker_joins_a_job_with_backup_workers(on_servers: Servers) -> None:
         # The last steps wait for the one that joins.
         return step < STEPS - 4 or has_joined.wait(30.0)
 
+    def is_member(step: int, trainer: kvtrainer.Trainer) -> bool:
+        has_joined.set()
+        return trainer.members == (0, 1, 2, 3)
+
     def join() -> Any:
         assert may_join.wait(30.0)
-        return job.train(3, lambda step, trainer: trainer.members == (0, 1, 2, 3) and not has_joined.set())
+        return job.train(3, is_member)
 
     found = together(*[lambda rank=rank: job.train(rank, at) for rank in range(3)], join)
     job.check(found)

@@ -117,7 +117,9 @@ class Worker:
             return [(s, self.commit(s, self.round - 1, flags, 0)) for s in self.open()]
         if self.state == "follow":
             flags = m.WANTS_WEIGHTS | m.FOLLOWS
-            asked = [(s, self.commit(s, self.asked, flags, 0)) for s in range(SERVERS) if s not in self.left_out]
+            asked = [
+                (s, self.commit(s, self.asked, flags, 0)) for s in range(SERVERS) if s not in self.left_out
+            ]
             return [*asked, *self.passed_on()]
         if self.state == "leave":
             return [(0, m.LeaveRounds(0))]
@@ -409,7 +411,11 @@ class Simulation:
             if worker.state == "leave" and isinstance(message.body, m.JoinRounds):
                 return  # over one connection it comes before the request to leave
             engine = self.engines[server]
-            before, members, weights = self.round_of(server), self.all_members(server), self.weights_of(server)
+            before, members, weights = (
+                self.round_of(server),
+                self.all_members(server),
+                self.weights_of(server),
+            )
             out = engine.handle(peer, message, self.now)
             if self.round_of(server) > before and (space := engine.namespaces.get("j")) is not None:
                 self.totals[server][before] = float(space.shard.storage.padded[0][0])
@@ -425,7 +431,9 @@ class Simulation:
     def weights_of(self, server: int) -> torch.Tensor:
         space = self.engines[server].namespaces.get("j")
         has_table = space is not None and space.tables
-        return space.shard.storage.padded[0][:2].clone() if space is not None and has_table else torch.zeros(2)
+        return (
+            space.shard.storage.padded[0][:2].clone() if space is not None and has_table else torch.zeros(2)
+        )
 
     def check_round(self, server: int, round_: int, members: set[int], former: torch.Tensor) -> None:
         """A round that was applied has as many members as the job says, each once, with what it gave to this round."""

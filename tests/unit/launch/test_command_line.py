@@ -231,3 +231,23 @@ def test_commands_say_a_version(main: Callable[[list[str]], int], capsys: pytest
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert (caught.value.code, *capsys.readouterr()) == (0, f"{__version__}\n", "")
+
+
+def test_backup_workers_go_to_the_launcher(given: list[tuple[Any, ...]]) -> None:
+    kvlaunch.main(["-n", "2..4", "--backup-workers", "1", "python", "train.py"])
+    kvlaunch.main(["-n", "2..4", "python", "train.py"])
+    assert [one[-1] for one in given] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "4", "--backup-workers", "1"], "-n MIN..MAX"),
+        (["-n", "2..4", "--backup-workers", "4"], "leaves none of 4"),
+        (["-n", "2..4", "--backup-workers", "-1"], "backup-workers"),
+    ],
+)
+def test_backup_workers_that_cannot_be_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in said(capsys, *arguments, "python", "train.py")
