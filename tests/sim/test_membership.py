@@ -519,6 +519,11 @@ def test_the_slowest_are_left_out_of_a_round_on_all_servers_alike(
     assert run(range(6), loses, dies, restarts, backup=1) > 6
 
 
+@pytest.mark.parametrize(("seed", "backup"), [(41, 1), (49, 1), (19, 2)])
+def test_rounds_end_on_all_servers_although_those_that_count_have_died(seed: int, backup: int) -> None:
+    run(range(seed, seed + 1), 0.1, 0.01, 0.0, backup)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("backup", [1, 2])
 @pytest.mark.parametrize("first", range(6, 306, 20))

@@ -213,3 +213,13 @@ def test_a_rank_without_a_part_in_a_closed_round_cannot_abort_it() -> None:
     assert server.replies[1][-1] == m.Status({"applied": True})
     server.commit(2, 1, 100.0, OPEN)
     assert server.total == 101.0
+
+
+def test_a_gradient_of_a_round_that_has_failed_before_it_counts_is_not_asked_for_again() -> None:
+    job = backup_job()
+    job.ask(0, m.Abort(0, 1, "no memory", False, True))
+    job.commit(1, 1, 1.0, flags=WANTS, number=80, **ALL)
+    assert told(job, 1, 80) == ["LeftOut", "Weights"]
+    left_out = job.replies[1, 80][0]
+    assert isinstance(left_out, m.LeftOut)
+    assert (left_out.round, left_out.applied, left_out.closed_view) == (2, 0, -1)
