@@ -487,7 +487,7 @@ class Durability:
 
     def restore(
         self,
-        make_space: Callable[[str, int, Mode, int, tuple[int, int]], Namespace],
+        make_space: Callable[[str, int, Mode, int, tuple[int, int, int]], Namespace],
         sessions: Sessions,
         now: float,
     ) -> dict[str, Namespace]:
@@ -517,13 +517,13 @@ class Durability:
         self,
         number: int,
         images: Sequence[Image],
-        make_space: Callable[[str, int, Mode, int, tuple[int, int]], Namespace],
+        make_space: Callable[[str, int, Mode, int, tuple[int, int, int]], Namespace],
         sessions: Sessions,
         now: float,
     ) -> Namespace:
         # 1. Build it like the first time: its optimizer, then its tables in their order.
-        name, num_workers, *mode, initial, least = images[0]["space"]
-        space = make_space(name, num_workers, Mode(*mode), number, (initial, least))
+        name, num_workers, *mode, initial, least, backup = images[0]["space"]
+        space = make_space(name, num_workers, Mode(*mode), number, (initial, least, backup))
         optimizer = [image["optimizer"] for image in images if "optimizer" in image]
         for rank, spec in optimizer[-1] if optimizer else ():
             space.set_optimizer(rank, spec)

@@ -2,6 +2,10 @@
 
 The messages about it are `Members`: after each applied round the coordinator tells the members of the next one, before
 the new weights. A worker whose commit names another view is told the present one, and commits again.
+
+With backup workers the coordinator closes a round with the first that have committed it, and tells them so with
+`Members`, too; they pass it on to the other servers (`CloseRound`). A rank that comes too late is told `LeftOut`, with
+the present weights, as soon as the round is over.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+
+import numpy as np
 
 from kvstore_server.engine import pipelined
 from kvstore_server.engine.namespace import EngineConfig, Namespace
@@ -78,12 +84,12 @@ class MemberChanges:
                 space.views.leaving.add(rank)
             return []
         views = _views_of(space, table, rank)
-        if rank not in views.current.ranks:
+        if rank not in views.members:
             return []
         if not views.may_leave():
             raise ConfigurationError(
                 f"rank {rank} cannot leave: at least {views.min_workers} workers must be left, and there are "
-                f"{len(views.current.ranks)}; end the job instead"
+                f"{len(views.members)}; end the job instead"
             )
         if space.rounds.shared.has_committed(rank, table):
             raise ProtocolError(
@@ -96,7 +102,7 @@ class MemberChanges:
         """After the process of a rank has left for good: let the others go on without it, if it was a member."""
         if space.views is None or rank in space.membership.members:
             return []
-        if rank in space.views.current.ranks:
+        if rank in space.views.members:
             space.views.leaving.add(rank)
         return self.remove_leaving(space)
 
@@ -140,6 +146,25 @@ class MemberChanges:
             return []
         return [out for waiter in waiters for out in tell_members(space, waiter)]
 
+    def close_round(self, space: Namespace) -> list[m.Outgoing]:
+        """On the coordinator: once enough members have committed the open round, go on without the others."""
+        views, shared = space.views, space.rounds.shared
+        if views is None or not views.current.spare or not space.is_coordinator:
+            return []
+        [table] = space.tables
+        if int(shared.num_committed[table.number]) < views.current.counted:
+            return []
+        committed = [rank for rank in shared.members if shared.has_committed(rank, table.number)]
+        views.close(shared.number(table.number), committed)
+        _keep_counted(space)
+        waiters = [shared.inputs[rank].waiters[table.number] for rank in committed]
+        return [out for one in waiters if one is not None for out in tell_closed(space, one, views.current)]
+
+    def reopen(self, space: Namespace) -> None:
+        """After a round has failed on the coordinator that it had closed: all are members of the next one."""
+        if space.views is not None and space.is_coordinator and space.views.reopen():
+            _follow_view(space, ())
+
     def _fence_lost(self, space: Namespace, gone: Iterable[int]) -> None:
         """Fence the processes of ranks that are gone because they were lost; one that comes back has to join."""
         assert space.views is not None
@@ -157,12 +182,13 @@ class MemberChanges:
 
 def check_terms(space: Namespace, hello: m.Hello) -> None:
     """Raise ConfigurationError if a process expects other limits of the number of members than the ones before it."""
-    known = (0, 0) if space.views is None else space.views.terms[1:]
-    if (hello.initial_workers, hello.min_workers) != known:
+    known = (0, 0, 0) if space.views is None else space.views.terms[1:]
+    if (hello.initial_workers, hello.min_workers, hello.backup_workers) != known:
         raise ConfigurationError(
-            f"rank {hello.rank} ({hello.address}) expects a job that begins with {hello.initial_workers} workers and "
-            f"needs {hello.min_workers}, the ranks before it {known[0]} and {known[1]} (0: the number never changes); "
-            "start all workers of a job with the same KVSTORE_NUM_WORKERS and KVSTORE_ELASTIC"
+            f"rank {hello.rank} ({hello.address}) expects a job that begins with {hello.initial_workers} workers, "
+            f"needs {hello.min_workers} and has {hello.backup_workers} backup workers, the ranks before it {known[0]}, "
+            f"{known[1]} and {known[2]} (0: the number never changes, or there are none); start all workers of a job "
+            "with the same KVSTORE_NUM_WORKERS, KVSTORE_ELASTIC and KVSTORE_BACKUP_WORKERS"
         )
 
 
@@ -190,17 +216,29 @@ def _views_of(space: Namespace, table: int, rank: int) -> Views:
     return space.views
 
 
-def check_view(space: Namespace, rank: int, waiter: Waiter, body: m.Contribute) -> list[m.Outgoing] | None:
+def view_of(body: m.Contribute) -> MemberView:
+    """Return the view with which a rank commits."""
+    closes = int(body.commits[0, 1]) if body.closes else -1
+    return MemberView(body.view, body.members, body.spare, closes)
+
+
+def check_view(
+    space: Namespace, rank: int, waiter: Waiter, body: m.Contribute, now: float
+) -> DelayedRequest | list[m.Outgoing] | None:
     """Compare the view of a commit with the present one; adopt a later one that the coordinator has made.
 
-    Returns the answer if the commit does not count; None if it does, as far as its view is concerned.
+    Returns the answer if the commit does not count, or what delays it; None if it counts, as far as its view is
+    concerned.
 
     Raises ProtocolError if there cannot be such a view.
     """
-    views, shared, view = space.views, space.rounds.shared, MemberView(body.view, body.members)
+    views, shared, view = space.views, space.rounds.shared, view_of(body)
     assert views is not None
     number, round_ = body.commits[0, :2].tolist()
     opened = shared.number(number)
+    # 0. With backup workers a rank may come too late.
+    if views.backup_workers and _comes_too_late(space, rank, number, round_, view):
+        return follow(space, rank, waiter, body, now)
     # 1. The round is over. Under an earlier view it cannot be the same round for all members.
     if round_ < opened:
         is_last = round_ == opened - 1 and shared.was_applied(number, round_)
@@ -208,14 +246,115 @@ def check_view(space: Namespace, rank: int, waiter: Waiter, body: m.Contribute) 
             return None
         failed = m.Failed(*to_wire(_undo_partial_round(space, number)), number, round_, round_ + 1)
         return [m.Outgoing(waiter.peer, m.Reply(waiter.number, failed))]
-    # 2. It is open, or will be: its members are those of the present view.
+    # 2. It is open, or will be: its members are those of the present view, or the round was closed with this rank.
+    if views.takes(rank, view.number, opened) and view.number < views.current.number:
+        return None
     if view.number < views.current.number or (space.is_coordinator and view.number > views.current.number):
-        return tell_members(space, waiter)
+        # What closes a round is not the members of the next one; of these the coordinator tells.
+        return tell_members(space, waiter) if views.current.closes < 0 else []
     views.check(rank, view)
     if view.number > views.current.number and round_ == opened:
-        _follow_view(space, views.adopt(view))
-        _forget_commits(space)
+        adopt(space, view, now)
     return None
+
+
+def adopt(space: Namespace, view: MemberView, now: float) -> None:
+    """Let the open round have the members of a view that the coordinator has made.
+
+    If it closes the round, the commits of those that it names stay; otherwise all have to be repeated.
+    """
+    views = space.views
+    assert views is not None
+    if views.follows(view):
+        views.adopt(view)
+        _keep_counted(space, now)
+        return
+    _follow_view(space, views.adopt(view))
+    _forget_commits(space)
+
+
+def _keep_counted(space: Namespace, now: float = 0.0) -> None:
+    """Go on with those that the closed round takes; others are answered when it is over."""
+    [table], shared, views = space.tables, space.rounds.shared, space.views
+    assert views is not None
+    round_ = shared.number(table.number)
+    for rank, waiter, info, (version, flags) in shared.close(table.number, views.current.ranks):
+        space.waits.add(_delay(space, rank, waiter, (round_, version, flags), info.timeout, now))
+    space.count_members()
+    space.note_members()
+
+
+def _comes_too_late(space: Namespace, rank: int, number: int, round_: int, view: MemberView) -> bool:
+    """Return whether a commit can only be told how the rounds up to its own have ended."""
+    views, shared = space.views, space.rounds.shared
+    assert views is not None
+    opened = shared.number(number)
+    if round_ >= opened:
+        return round_ == opened and is_left_out(space, rank, opened)
+    if not shared.was_applied(number, round_):
+        return view.spare > 0  # others may have been changing the weights while this rank computed
+    has_counted = round_ == opened - 1 and views.has_counted(rank, view.number)
+    return not has_counted and not (round_ == opened - 1 and views.is_conflict(view.number))
+
+
+def follow(
+    space: Namespace, rank: int, waiter: Waiter, body: m.Contribute, now: float
+) -> DelayedRequest | list[m.Outgoing]:
+    """Answer a rank that was left out of a round with the weights after it; later, if it is still open.
+
+    Raises ProtocolError if the job has no backup workers.
+    """
+    if space.views is None or not space.views.backup_workers:
+        raise ProtocolError(f"rank {rank} was left out of a round of a job without backup workers")
+    number, round_, _, _, version, flags = body.commits[0].tolist()
+    if round_ < space.rounds.shared.number(number):
+        return _tell_left_out(space, rank, waiter, version, flags)
+    return _delay(space, rank, waiter, (round_, version, flags), body.timeout, now)
+
+
+def _delay(
+    space: Namespace, rank: int, waiter: Waiter, commit: tuple[int, int, int], timeout: float, now: float
+) -> DelayedRequest:
+    [table], (round_, version, flags) = space.tables, commit
+    answer = partial(_tell_left_out, space, rank, waiter, version, flags)
+    wait = DelayedRequest(table.number, rank, waiter, now + timeout, timeout, False, answer, round_)
+    wait.opens = round_ + 1
+    return wait
+
+
+def _tell_left_out(space: Namespace, rank: int, waiter: Waiter, version: int, flags: int) -> list[m.Outgoing]:
+    """Tell a rank which round is open, how the last one has ended, and the weights after it."""
+    views, shared, [table] = space.views, space.rounds.shared, space.tables
+    assert views is not None
+    number, view = table.number, views.current
+    opened = shared.number(number)
+    applied = min(opened, int(shared.first_failed(np.array([number]))[0])) - 1
+    end = table.ends.get(ALL)
+    states = _latest_states(space, rank, opened) if space.is_coordinator else ()
+    is_closed = space.is_coordinator and views.ended.closes == opened - 1
+    closed = views.ended if is_closed else MemberView(-1, ())
+    left_out = m.LeftOut(
+        number, opened, applied, end is not None and end.is_skipped, () if end is None else end.left_out,
+        view.ranks, view.number, view.spare, closed.number, closed.ranks, states,
+    )  # fmt: skip
+    replies: list[m.ReplyBody] = [left_out]
+    if flags & m.WANTS_WEIGHTS and flags & m.WANTS_DELTA:
+        replies.append(space.rows(rank, table, table.changed_parts(version)))
+    elif flags & m.WANTS_WEIGHTS:
+        batch = space.batch_of(np.array([number], np.int64))
+        replies.append(space.weights(batch, rank, half=bool(flags & m.WANTS_HALF)))
+    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body)) for body in replies]
+
+
+def _latest_states(space: Namespace, rank: int, opened: int) -> tuple[bytes, ...]:
+    """Return what the commits of a rank have brought that has made the most rounds; its own, if it has made as many."""
+    [table] = space.tables
+    best, found = -1, list[tuple[int, bytes]]()
+    for other in sorted(range(space.membership.num_workers), key=lambda one: one != rank):
+        before = [one for one in space.client_states.get((table.number, other), ()) if one[0] < opened]
+        if before and before[-1][0] > best:
+            best, found = before[-1][0], before
+    return tuple([state for _, state in found])
 
 
 def _undo_partial_round(space: Namespace, number: int) -> KVStoreError:
@@ -258,18 +397,35 @@ def _forget_commits(space: Namespace) -> list[tuple[int, Waiter]]:
     return space.rounds.shared.change_members(table.number, space.views.current.ranks)
 
 
+def is_left_out(space: Namespace, rank: int, round_: int) -> bool:
+    """Return whether an open round was closed without a rank."""
+    return (
+        space.views is not None
+        and space.views.current.closes == round_
+        and rank not in space.views.current.ranks
+    )
+
+
+def tell_closed(space: Namespace, waiter: Waiter, closed: MemberView) -> list[m.Outgoing]:
+    """Tell with which ranks a round was closed."""
+    [table] = space.tables
+    members = m.Members(table.number, closed.closes, closed.number, closed.ranks, closes=True)
+    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, members))]
+
+
 def tell_members(space: Namespace, waiter: Waiter) -> list[m.Outgoing]:
     """Tell who takes part in the open round."""
     assert space.views is not None
-    [table], (number, ranks) = space.tables, space.views.current
-    members = m.Members(table.number, space.rounds.shared.number(table.number), number, ranks)
+    [table], (number, ranks, spare, _) = space.tables, space.views.current
+    opened = space.rounds.shared.number(table.number)
+    members = m.Members(table.number, opened, number, ranks, spare=spare)
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, members))]
 
 
 def _welcome(space: Namespace, rank: int, waiter: Waiter) -> list[m.Outgoing]:
     """Tell a member since when it is one, and what it needs to begin where the others were then."""
     assert space.views is not None
-    [table], (number, ranks) = space.tables, space.views.current
+    [table], (number, ranks, spare, _) = space.tables, space.views.current
     since = space.views.since.get(rank, 0)
     states: list[bytes] = []
     for other in ranks:
@@ -278,5 +434,5 @@ def _welcome(space: Namespace, rank: int, waiter: Waiter) -> list[m.Outgoing]:
             states = of_other
             break
     opened = space.rounds.shared.number(table.number)
-    members = m.Members(table.number, opened, number, ranks, since, tuple(states))
+    members = m.Members(table.number, opened, number, ranks, since, tuple(states), spare)
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, members))]

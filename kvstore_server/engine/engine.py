@@ -38,9 +38,13 @@ from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
 from kvstore_server.engine.elastic import (
     MemberChanges,
+    adopt,
     check_terms,
     check_view,
     finished_error,
+    follow,
+    is_left_out,
+    tell_closed,
     tell_members,
 )
 from kvstore_server.engine.facts import FRESH, MAX_JOBS, read_report
@@ -59,7 +63,7 @@ from kvstore_server.engine.rounds import (
 from kvstore_server.engine.snapshots import Snapshots, job_of, spaces_of_job
 from kvstore_server.engine.stored_reads import StoredJob, StoredReads
 from kvstore_server.engine.table import ALL, RankCommit, Table
-from kvstore_server.engine.views import Views
+from kvstore_server.engine.views import MemberView, Views
 from kvstore_server.errors import (
     ConfigurationError,
     DeadlineError,
@@ -230,6 +234,7 @@ class Engine:
             m.Leave: self._leave,
             m.JoinRounds: self._join_rounds,
             m.LeaveRounds: self._leave_rounds,
+            m.CloseRound: self._close_round,
         }
 
     def restore(self, now: float) -> None:
@@ -241,7 +246,7 @@ class Engine:
         self._durability.undo()
 
         def make_space(
-            name: str, num_workers: int, mode: Mode, number: int, range_: tuple[int, int]
+            name: str, num_workers: int, mode: Mode, number: int, range_: tuple[int, int, int]
         ) -> Namespace:
             space = self._make_space(name, num_workers, mode, now, range_, number)
             space.begin()
@@ -469,12 +474,17 @@ class Engine:
         batch = space.batch_of(commits[:, 0]) if len(commits) else None
         out: list[m.Outgoing] = []
         if batch is not None and space.views is not None and not commits[0, 5] & m.REPEATS:
-            refusal = check_view(space, sender.rank, sender.waiter, body)
+            is_follower = bool(commits[0, 5] & m.FOLLOWS)
+            check = follow if is_follower else check_view
+            refusal = check(space, sender.rank, sender.waiter, body, sender.now)
+            if isinstance(refusal, DelayedRequest):
+                refusal = _delay_request(space, refusal, sender.now)
             if refusal is not None:
                 out, batch = refusal, None
         # 1. An intent declared ahead of the slices. It is optional: without it the round is applied after all commits.
         if batch is not None and commits[0, 5] & m.DECLARES_INTENT:
-            if self.is_stopping or space.name in self.updaters:
+            has_backup = space.views is not None and space.views.backup_workers > 0
+            if self.is_stopping or space.name in self.updaters or has_backup:
                 return []
             return pipelined.declare_intent(space, sender.rank, body, sender.waiter)
         # 2. Slices. They are provisional until their rank commits.
@@ -527,15 +537,41 @@ class Engine:
             if body.hyper:
                 table.hyper.set(rank, body.hyper)
         # 4. End the rounds that are complete now.
+        if space.views is not None:
+            out += self._changes.close_round(space)
+            return out + self._finish_if_complete(space, now)
         committed = tracker.num_committed[batch.numbers]
         num_complete = committed.tolist().count(tracker.num_members)
         if 0 < num_complete < len(committed):
             batch = space.batch_of(batch.numbers[committed == tracker.num_members])
         if num_complete:
-            if space.views is not None:
-                tracker.forget_others()
             out += self._finish(space, tracker, batch, now)
         return out
+
+    def _finish_if_complete(self, space: Namespace, now: float) -> list[m.Outgoing]:
+        """End the open round of a table whose members may change, if it has the commits of all of them."""
+        [table], shared, views = space.tables, space.rounds.shared, space.views
+        assert views is not None
+        round_, num_committed = shared.number(table.number), int(shared.num_committed[table.number])
+        if table.held is not None or not views.is_complete(round_, num_committed):
+            return []
+        shared.forget_others()
+        return self._finish(space, shared, space.batch_of(np.array([table.number])), now)
+
+    def _close_round(self, sender: Sender, body: m.CloseRound) -> list[m.Outgoing]:
+        """Let the open round have the members with which the coordinator has closed it."""
+        space, table = sender.space, sender.space.table(body.table)
+        view, views = MemberView(body.view, body.ranks, 0, body.round), space.views
+        if views is None or not views.backup_workers:
+            raise ProtocolError(
+                f"rank {sender.rank} closes a round of namespace {space.name!r}, which has no backup workers"
+            )
+        is_open = body.round == space.rounds.shared.number(table.number)
+        if not is_open or space.is_coordinator or view.number <= views.current.number:
+            return []  # it is known already
+        views.check(body.ranks[0] if body.ranks else sender.rank, view)
+        adopt(space, view, sender.now)
+        return self._finish_if_complete(space, sender.now)
 
     def _why_refused(
         self, tracker: RoundTracker, table: Table, round_: int, hyper: bytes
@@ -594,6 +630,12 @@ class Engine:
                 if body.hold and not table.ends[whose].vetoes:
                     # The first `Held` may have been lost, so it is sent again before the outcome.
                     out += _answer_norms(table, round_, waiter, table.ends[whose].partials)
+        views = space.views
+        if views is not None and space.is_coordinator and (waiting or again):
+            # Of a round that was closed with this rank; the first message may have been lost.
+            closed = views.current if waiting else views.ended
+            if closed.closes >= 0 and closed.closes in (one[1] for one in commits.tolist()):
+                out += tell_closed(space, waiter, closed)
         if waiting:
             missing = tracker.missing_ranks(waiting[0])
             out += _still_waiting(space, waiter, space.open_round(waiting[0]), missing, now)
@@ -800,6 +842,7 @@ class Engine:
             table.fail(rank)
             space.rounds.advance(rank, table.number)
         waiters = tracker.fail(table.number, error)
+        self._changes.reopen(space)
         told = self._changes.remove_leaving(space)
         return told + [_make_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
 
@@ -813,6 +856,11 @@ class Engine:
         tracker.of(rank)
         whose = ALL if tracker is space.rounds.shared else rank
         number, out = tracker.number(table.number), list[m.Outgoing]()
+        if abort.round == number and is_left_out(space, rank, number):
+            lost = space.membership.lost(sender.now, self.config.dead_after)
+            gone = {*lost, *space.membership.departed, *(space.views.leaving if space.views else ())}
+            if gone.isdisjoint(tracker.missing_ranks(table.number)):
+                return _make_status(sender, {"applied": True})  # it has no part in it
         if abort.round == number:
             out += self._fail(space, tracker, table, error)
         # Another server failed the round that this one has applied: undo it while no slice of the next has arrived.
@@ -1154,7 +1202,11 @@ class Engine:
                 f"{config.dead_after:g} s (--dead-after), or earlier if another one needs its place"
             )
         space = self._make_space(
-            hello.namespace, hello.num_workers, mode, now, (hello.initial_workers, hello.min_workers)
+            hello.namespace,
+            hello.num_workers,
+            mode,
+            now,
+            (hello.initial_workers, hello.min_workers, hello.backup_workers),
         )
         self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
         return space
@@ -1165,16 +1217,18 @@ class Engine:
         num_workers: int,
         mode: Mode,
         now: float,
-        range_: tuple[int, int],
+        range_: tuple[int, int, int],
         number: int | None = None,
     ) -> Namespace:
-        """`range_`: how many ranks begin and how many must be left, if members may change; otherwise zeros."""
-        if range_ != (0, 0) and (not mode.is_sync or mode.by_host):
+        """`range_`: how many ranks begin, how many must be left, and how many a round leaves out, if members may
+        change; otherwise zeros.
+        """
+        if range_ != (0, 0, 0) and (not mode.is_sync or mode.by_host):
             raise ConfigurationError(
                 f"the members of namespace {name!r} may change, which is possible with synchronous rounds of single "
                 f"workers only; its mode is {mode}"
             )
-        views = None if range_ == (0, 0) else Views(num_workers, *range_)
+        views = None if range_ == (0, 0, 0) else Views(num_workers, *range_)
         durable = None if self._durability is None else self._durability.begin(name, number)
         resumable = self._resumable.setdefault(_job_of(name), set())
         space = Namespace(
@@ -1461,7 +1515,7 @@ class Engine:
     def _restore_space(self, job: str, stored: StoredSpace, now: float) -> None:
         former, num_workers, *mode = stored.image["space"]
         name = job + former[len(former.partition("/")[0]) :]
-        space = self._make_space(name, num_workers, Mode(*mode), now, (0, 0))
+        space = self._make_space(name, num_workers, Mode(*mode), now, (0, 0, 0))
         space.begin()
         self.namespaces[name] = space
         restore_space(space, stored, self._sessions)

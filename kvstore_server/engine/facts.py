@@ -36,11 +36,18 @@ def read_report(packed: bytes) -> Mapping[str, float]:
 def workers_of(
     members: Membership,
     late: Mapping[int, float],
+    left_out: Mapping[int, int],
     rounds: Mapping[int, int],
     joined: Iterable[int],
     now: float,
 ) -> list[dict[str, Any]]:
-    """Describe the first ranks. `late`: rank → seconds others waited for it; `rounds`: its round, if asynchronous."""
+    """Describe the first ranks.
+
+    Args:
+        late: Rank → seconds that others waited for it.
+        left_out: Rank → how many rounds have ended without it.
+        rounds: Rank → its round, if they are asynchronous.
+    """
     resting = set(joined)
     told = []
     for rank in range(min(members.num_workers, MAX_WORKERS_SHOWN)):
@@ -59,6 +66,7 @@ def workers_of(
                 "address": "" if member is None else member.hello.address,
                 "silence": -1.0 if member is None else now - member.last_heard,
                 "late": late.get(rank, 0.0),
+                "left_out": left_out.get(rank, 0),
                 "joined": rank in resting,
                 "round": rounds.get(rank, -1),
                 "says": {} if member is None else dict(member.report),

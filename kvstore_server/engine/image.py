@@ -63,7 +63,7 @@ def make_image(space: Namespace, sessions: Sessions) -> Image:
     if changes.is_new:
         mode = space.mode
         terms = [mode.name, mode.staleness, mode.slow_down, mode.by_host]
-        views = (0, 0) if space.views is None else space.views.terms[1:]
+        views = (0, 0, 0) if space.views is None else space.views.terms[1:]
         image["space"] = [space.name, space.membership.num_workers, *terms, *views]
         image["lineage"] = list(space.lineage)
     declared = [_image_declaration(space, table) for table in space.tables[changes.num_declared :]]

@@ -414,6 +414,11 @@ class Namespace:
                 table.num_workers = len(self.views.current.ranks)
 
     @property
+    def are_weights_stable(self) -> bool:
+        """Whether weights that a rank was sent cannot change before it contributes again."""
+        return self.mode.is_sync and (self.views is None or not self.views.backup_workers)
+
+    @property
     def is_coordinator(self) -> bool:
         """Whether this server decides about the members, if they may change: the first one that has the table."""
         return self.views is not None and any(
@@ -590,7 +595,9 @@ class Namespace:
 
     def forget_member(self, rank: int) -> None:
         """Forget what a rank that is no member any more has left for its successor, and what it said of options."""
-        for key in [key for key in self.client_states if key[1] == rank]:
+        # With backup workers those that come late may need what it has left, if it was the fastest.
+        is_kept = self.views is not None and self.views.backup_workers
+        for key in [key for key in self.client_states if key[1] == rank and not is_kept]:
             self.claim(-_nbytes_of(self.client_states.pop(key)), "")
             if self.changes is not None:
                 self.changes.note_client(*key)
@@ -617,7 +624,9 @@ class Namespace:
         """
         number = tracker.number(table.number)
         # What a rank that has joined with the next round got are the weights after this one.
-        has_begun = self.views is not None and number in self.views.since.values()
+        # With backup workers it compares how the round has ended on all servers before it begins.
+        views = self.views
+        has_begun = views is not None and not views.backup_workers and number in views.since.values()
         if has_begun or not tracker.was_applied(table.number, number - 1) or not table.undo(whose):
             return False
         tracker.undo(table.number, error)
@@ -868,7 +877,7 @@ class Namespace:
                 table.reset_reads(ranks)
         if self.changes is not None and not self.mode.is_sync:
             self.note_tables([table.number for table in batch.tables if table.tracks_reads])
-        return m.Weights(parts, tuple(payloads), self.mode.is_sync)
+        return m.Weights(parts, tuple(payloads), self.are_weights_stable)
 
     def weights_before(self, round_: int, table: Table) -> m.Weights:
         """Return the weights of a table with which a round began, for a process that repeats it.
@@ -926,7 +935,7 @@ class Namespace:
         payloads = tuple([storage.padded[slot] for slot in parts[:, 0].tolist()])
         for payload, index in zip(payloads, batch.part_tables[others].tolist(), strict=True):
             batch.tables[index].bytes_out += payload.nbytes * num_ranks
-        return m.Weights(parts, payloads, self.mode.is_sync, located)
+        return m.Weights(parts, payloads, self.are_weights_stable, located)
 
     def mapped_rows(self, table: Table) -> m.Weights:
         """Return the locations of a table's slices that workers keep no copy of but can map."""
@@ -1064,7 +1073,14 @@ class Namespace:
             "bytes_out": sum([table.bytes_out for table in self.tables]),
             "messages_in": self.messages_in,
             "memory": self._claimed,
-            "workers": workers_of(self.membership, self.rounds.shared.lateness, clocks, joined, now),
+            "workers": workers_of(
+                self.membership,
+                self.rounds.shared.lateness,
+                {} if self.views is None else self.views.left_out,
+                clocks,
+                joined,
+                now,
+            ),
             "waits": waits_of(pending, now),
             "errors": [{"rounds": at, "text": text} for at, text in self.failures],
         }

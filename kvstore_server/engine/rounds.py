@@ -737,6 +737,23 @@ class RoundTracker:
         self.num_committed[table] = 0
         return waiting
 
+    def close(
+        self, table: int, members: Sequence[int]
+    ) -> list[tuple[int, Waiter, CommitInfo, tuple[int, int]]]:
+        """Continue the open round of the only table with some of its members, whose commits stay.
+
+        Returns what others have committed, to be answered when it is over: (rank, waiter, info, (version, flags)).
+        """
+        self.members, others = members, list[tuple[int, Waiter, CommitInfo, tuple[int, int]]]()
+        for rank, inputs in self.inputs.items():
+            waiter, info = inputs.waiters[table], inputs.commit_infos[table]
+            if rank not in members and waiter is not None and info is not None:
+                flags = int(inputs.version[table]), int(inputs.flags[table])
+                others.append((rank, waiter, info, flags))
+        self.forget_others()
+        self.num_committed[table] = sum([bool(inputs.committed[table]) for inputs in self.inputs.values()])
+        return others
+
     def forget_others(self) -> None:
         """Drop what ranks have given that are no members of the open round."""
         self.inputs = {rank: inputs for rank, inputs in self.inputs.items() if rank in self.members}

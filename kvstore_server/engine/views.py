@@ -10,6 +10,12 @@ there a new view is made. Workers carry it to the other servers with their commi
   what was committed under the former one is forgotten, so no rank of which this is all that is left stays in it.
 - A round is complete when all members of one view have committed it under the number of that view.
 
+Some workers may be *backup workers* (Chen, Monga, Bengio, Jozefowicz: Revisiting Distributed Synchronous SGD, 2016): a
+view then says how many ranks each of its rounds leaves out, the slowest ones. As soon as all others have committed a
+round there, the coordinator *closes* it: it makes a view of this round alone, of those that have committed it, and
+applies it. Their commits count as they are, on other servers, too, once a worker has told these the view. After the
+round all ranks are members again.
+
 View numbers only grow. A server that meets a higher number adopts that view and forgets commits under lower ones; it
 refuses commits under lower numbers than its own. Therefore two servers can apply a round with different members only
 if a rank is lost between its commits to them; the commits under the new view then find the round over, and it fails
@@ -28,6 +34,15 @@ class MemberView(NamedTuple):
     number: int
     ranks: tuple[int, ...]
     """Ascending."""
+    spare: int = 0
+    """How many of them each round leaves out."""
+    closes: int = -1
+    """The only round of which these ranks are the members; -1: the members of all rounds up to the next view."""
+
+    @property
+    def counted(self) -> int:
+        """The contributions of how many ranks a round takes."""
+        return len(self.ranks) - self.spare
 
 
 class Views:
@@ -37,26 +52,36 @@ class Views:
         capacity: Ranks are below this.
         initial_workers: Ranks 0 … initial_workers − 1 make up the first view.
         min_workers: No view has fewer ranks.
+        backup_workers: How many ranks a round leaves out, as long as `min_workers` are left.
 
     Attributes:
         current: The view of the open round.
-        ended: The number of the view under which the last round has ended.
+        ended: The view under which the last round has ended; without ranks if there was none.
         since: Rank → the first round of its present membership, for ranks that are not of the first view.
+        late: Members that the open round leaves out. They are members of the next one.
+        left_out: Rank → how many rounds have ended without it.
         joining: Ranks that wait to become members.
         leaving: Members that will not commit any further round; not on the coordinator, only the open one.
         lost: Those of them, or of former members, whose processes have to be fenced.
     """
 
-    def __init__(self, capacity: int, initial_workers: int, min_workers: int) -> None:
+    def __init__(
+        self, capacity: int, initial_workers: int, min_workers: int, backup_workers: int = 0
+    ) -> None:
         if not 1 <= min_workers <= initial_workers <= capacity:
             raise ConfigurationError(
                 f"a job that begins with {initial_workers} workers and goes on with {min_workers} to {capacity} is not "
                 "possible; the first number must lie between the other two, and at least one worker must be left"
             )
+        check_backup_workers(backup_workers, initial_workers)
         self.capacity, self.initial_workers, self.min_workers = capacity, initial_workers, min_workers
+        self.backup_workers = backup_workers
+        # The first round gives the first values, which only one rank has: it takes all.
         self.current = MemberView(0, tuple(range(initial_workers)))
-        self.ended = 0
+        self.ended = MemberView(0, ())
         self.since: dict[int, int] = {}
+        self.late: set[int] = set()
+        self.left_out: dict[int, int] = {}
         self.joining: set[int] = set()
         self.leaving: set[int] = set()
         self.lost: set[int] = set()
@@ -67,27 +92,71 @@ class Views:
         return f"<{type(self).__name__}: {', '.join([str(self.current), *changes])}>"
 
     @property
-    def terms(self) -> tuple[int, int, int]:
+    def terms(self) -> tuple[int, int, int, int]:
         """What all processes of a job must agree on."""
-        return self.capacity, self.initial_workers, self.min_workers
+        return self.capacity, self.initial_workers, self.min_workers, self.backup_workers
+
+    @property
+    def members(self) -> set[int]:
+        """The ranks of the open round, and those that it leaves out."""
+        return self.late.union(self.current.ranks)
 
     def may_leave(self) -> bool:
         """Return whether enough ranks would be left if one more left."""
-        return len(self.current.ranks) - len(self.leaving) > self.min_workers
+        return len(self.members) - len(self.leaving) > self.min_workers
 
     def remove(self, committed: Collection[int]) -> list[int]:
         """Make a view without the ranks that leave, unless all of these have committed the open round; return who is
-        gone. As many ranks stay as must be left.
+        gone. As many ranks stay as must be left. In a round that is closed nothing changes any more.
 
         With a new view commits are forgotten, and a rank that is gone cannot commit again.
         """
-        if self.leaving.issubset(committed):
+        if self.leaving.issubset(committed) or self.current.closes >= 0:
             return []
         leaving = [rank for rank in self.current.ranks if rank in self.leaving]
         gone = leaving[: len(self.current.ranks) - self.min_workers]
         if gone:
             self._replace(set(self.current.ranks).difference(gone))
         return gone
+
+    def close(self, round_: int, committed: Collection[int]) -> None:
+        """On the coordinator: let a round have those members that have committed it, and no others."""
+        self.count_late(committed)
+        self.late = set(self.current.ranks).difference(committed)
+        self.current = MemberView(self.current.number + 1, tuple(sorted(committed)), 0, round_)
+
+    def count_late(self, counted: Collection[int]) -> None:
+        """Count those ranks as left out of the open round whose contributions it does not take."""
+        for rank in set(self.current.ranks).difference(counted):
+            self.left_out[rank] = self.left_out.get(rank, 0) + 1
+
+    def reopen(self) -> bool:
+        """After a closed round has failed: let all ranks be members of the next one; return whether it was closed."""
+        is_closed = self.current.closes >= 0
+        if is_closed:
+            self._replace(self.members)
+        return is_closed
+
+    def follows(self, view: MemberView) -> bool:
+        """Return whether a view closes a round of the present one, so that commits under this one count there, too."""
+        return view.closes >= 0 and view.number == self.current.number + 1 and self.current.closes < 0
+
+    def takes(self, rank: int, number: int, round_: int) -> bool:
+        """Return whether a commit of a rank under the view of this number counts in the open round."""
+        if self.current.closes < 0:
+            return number == self.current.number
+        numbers = self.current.number - 1, self.current.number
+        return self.current.closes == round_ and rank in self.current.ranks and number in numbers
+
+    def has_counted(self, rank: int, number: int) -> bool:
+        """Return whether a commit under the view of this number counts in the last round that has ended."""
+        numbers = self.ended.number - (self.ended.closes >= 0), self.ended.number
+        return rank in self.ended.ranks and number in numbers
+
+    def is_complete(self, round_: int, num_committed: int) -> bool:
+        """Return whether a round is complete that this many ranks have committed."""
+        view = self.current
+        return not view.spare and view.closes in (-1, round_) and num_committed == len(view.ranks)
 
     def keep_returned(self, rank: int) -> None:
         """Keep a lost rank as a member, because its next process has connected in time."""
@@ -100,22 +169,28 @@ class Views:
 
         Ranks that join at the same time as others leave make room for these.
         """
-        self.ended = self.current.number
-        if not is_coordinator or not (self.joining or self.leaving):
+        self.ended = self.current
+        if not is_coordinator:
             return []
-        joined = self.joining.difference(self.current.ranks)
+        members = self.members
+        joined = self.joining.difference(members)
         self.joining.clear()
         for rank in joined:
             self.since[rank] = following
-        ranks = set(self.current.ranks) | joined
+        ranks = members | joined
         gone = sorted(self.leaving & ranks)[: len(ranks) - self.min_workers]
-        if joined or gone:
-            self._replace(ranks.difference(gone))
+        left = ranks.difference(gone)
+        if left != set(self.current.ranks) or self.current.spare != self._spare(len(left)):
+            self._replace(left)
         return gone
 
     def adopt(self, view: MemberView) -> list[int]:
         """Use a view that the coordinator has made; return the ranks that are gone."""
-        gone = sorted(set(self.current.ranks).difference(view.ranks))
+        if self.follows(view):
+            self.count_late(view.ranks)
+            self.current = view
+            return []
+        gone = sorted(set(self.current.ranks).difference(view.ranks)) if view.closes < 0 else []
         self.current = view
         self.leaving.clear()
         return gone
@@ -126,10 +201,11 @@ class Views:
         is_listed = (
             ranks == tuple(sorted(set(ranks))) and ranks and ranks[0] >= 0 and ranks[-1] < self.capacity
         )
-        if view.number < 0 or not is_listed or rank not in ranks:
+        is_possible = 0 <= view.spare < max(len(ranks), 1) and not (view.spare and view.closes >= 0)
+        if view.number < 0 or not is_listed or rank not in ranks or not is_possible:
             raise ProtocolError(
-                f"rank {rank} commits with view {view.number} of ranks {ranks!r:.80}; it must name distinct ranks "
-                f"below {self.capacity} in ascending order, and itself"
+                f"rank {rank} commits with view {view.number} of ranks {ranks!r:.80}, of which a round leaves out "
+                f"{view.spare}; it must name distinct ranks below {self.capacity} in ascending order, and itself"
             )
         if view.number == self.current.number and view != self.current:
             raise ProtocolError(
@@ -139,7 +215,7 @@ class Views:
 
     def is_conflict(self, number: int) -> bool:
         """Return whether a commit under this view finds the last round ended under an earlier one."""
-        return number > self.ended
+        return number > self.ended.number
 
     def facts(self) -> dict[str, Any]:
         """Return what people may want to know."""
@@ -147,17 +223,39 @@ class Views:
             "number": self.current.number,
             "members": list(self.current.ranks),
             "joining": sorted(self.joining),
+            "backup": self.current.spare,
             "least": self.min_workers,
             "most": self.capacity,
         }
 
     def export(self) -> list[Any]:
-        return [*self.current, self.ended, self.since]
+        return [list(self.current), list(self.ended), self.since, sorted(self.late), self.left_out]
 
     def restore(self, values: Sequence[Any]) -> None:
-        number, ranks, self.ended, since = values
-        self.current, self.since = MemberView(number, tuple(ranks)), dict(since)
+        current, ended, since, late, left_out = values
+        self.current, self.ended = _restore_view(current), _restore_view(ended)
+        self.since, self.late, self.left_out = dict(since), set(late), dict(left_out)
+
+    def _spare(self, num_ranks: int) -> int:
+        """Return how many of so many ranks the rounds after the first one leave out."""
+        return max(min(self.backup_workers, num_ranks - self.min_workers), 0) if self.ended.ranks else 0
 
     def _replace(self, ranks: Collection[int]) -> None:
-        self.current = MemberView(self.current.number + 1, tuple(sorted(ranks)))
+        number, spare = self.current.number + 1, self._spare(len(ranks))
+        self.current = MemberView(number, tuple(sorted(ranks)), spare)
+        self.late.clear()
         self.leaving.intersection_update(ranks)
+
+
+def check_backup_workers(number: int, num_workers: int) -> None:
+    """Raise ConfigurationError unless a job can do without so many of its workers."""
+    if not 0 <= number < num_workers:
+        raise ConfigurationError(
+            f"{number} backup workers are not possible in a job that begins with {num_workers} workers: a round takes "
+            "the gradients of all others, so it must be 0 or more, and fewer than all workers"
+        )
+
+
+def _restore_view(values: Sequence[Any]) -> MemberView:
+    number, ranks, spare, closes = values
+    return MemberView(number, tuple(ranks), spare, closes)

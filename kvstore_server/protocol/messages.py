@@ -78,6 +78,8 @@ class Hello:
     """Above 0: the members may change. The ranks below this begin, others may join later, up to `num_workers`."""
     min_workers: int = 0
     """If the members may change: how many at least must be left."""
+    backup_workers: int = 0
+    """If the members may change: how many of them a round leaves out, the slowest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,9 @@ class Register:
     DECLARES_INTENT,
     TENTATIVE,
     REPEATS,
-) = (1 << at for at in range(12))
-ALL_FLAGS = (1 << 12) - 1
+    FOLLOWS,
+) = (1 << at for at in range(13))
+ALL_FLAGS = (1 << 13) - 1
 """Flags of a commit.
 
 WANTS_WEIGHTS: answer with the new weights. VETOES: this rank's gradients are not finite, so the round ends without an
@@ -132,6 +135,8 @@ DECLARES_INTENT: this is not a commit but declares one in advance, with the gene
 replaced: the slices named by its pushes, which bring no bytes, and one generation for all others. It is not answered.
 TENTATIVE: the declaration is tentative, because the rank still computes; another one, or the commit, replaces it.
 REPEATS: a commit that an earlier process of this rank has made is asked about; it is never accepted as a new one.
+FOLLOWS: with backup workers; this is not a commit but asks for the present weights, as soon as this round is over. The
+answer is LeftOut, and the weights.
 """
 
 PART = 32
@@ -193,6 +198,10 @@ class Contribute:
     """If the members may change: the number of the view with which this rank commits."""
     members: tuple[int, ...] = ()
     """The ranks of that view."""
+    spare: int = 0
+    """How many of them each round leaves out."""
+    closes: bool = False
+    """Whether it is the view of this round alone, of the ranks with which the coordinator has closed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +378,21 @@ class LeaveRounds:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseRound:
+    """Tells another server with which ranks the coordinator has closed a round; it is not answered.
+
+    Any rank may pass it on, because all of these may have died.
+    """
+
+    table: int
+    round: int
+    view: int
+    """The number of the view."""
+    ranks: tuple[int, ...]
+    """Ascending."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Requests the server's counters and the members of this namespace."""
 
@@ -539,7 +563,8 @@ class Members:
     """The members of a round, if they may change; only the coordinator of a table decides about them.
 
     Precedes the Weights or Done of a round and is then about the next one. Or it refuses a commit of that round,
-    because the view has changed: commit again with this one. Or it answers JoinRounds.
+    because the view has changed: commit again with this one. Or it answers JoinRounds. Or it closes a round: the other
+    servers have to be told.
     """
 
     table: int
@@ -552,6 +577,41 @@ class Members:
     """Answering JoinRounds: the first round of which this rank is a member."""
     client_states: tuple[bytes, ...] = ()
     """Answering JoinRounds: what another rank's latest commits before that round brought, in order."""
+    spare: int = 0
+    """How many of the ranks each round leaves out."""
+    closes: bool = False
+    """Whether they are the ranks of this round alone, which have committed it before the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Answers a commit of a round that has ended without this rank, or one that FOLLOWS; precedes the present Weights.
+
+    The weights are of one round if all servers name the same `round` and `applied`.
+    """
+
+    table: int
+    round: int
+    """The one that is open."""
+    applied: int
+    """The last one that was applied."""
+    is_skipped: bool
+    """Whether that one has changed nothing, because of a veto or a decision."""
+    absent: tuple[int, ...]
+    """The keys (by index) that no rank gave to it."""
+    members: tuple[int, ...]
+    """The ranks of the open round."""
+    view: int
+    """The number of their view."""
+    spare: int
+    """How many of them the open round leaves out."""
+    closed_view: int = -1
+    """From the coordinator: the number of the view with which it has closed the last round; -1: it has not."""
+    closed_ranks: tuple[int, ...] = ()
+    """The ranks of that view."""
+    client_states: tuple[bytes, ...] = ()
+    """From the coordinator: what the latest commits before the open round brought, of this rank or of another one that
+    has made more rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,6 +675,7 @@ RequestBody: TypeAlias = (
     | Leave
     | JoinRounds
     | LeaveRounds
+    | CloseRound
     | Stats
     | Command
     | Profile
@@ -632,6 +693,7 @@ ReplyBody: TypeAlias = (
     | Vetoed
     | EffectiveOptions
     | Members
+    | LeftOut
     | Missing
     | Pending
     | Failed

@@ -187,6 +187,12 @@ class Client:
         told = self._session.call(table.coordinator, body, timeout + self.options.dead_after)
         assert isinstance(told, m.Members)
         table.record_membership(told)
+        assert table.takeover is not None
+        committed = table.takeover.committed
+        lagging = [server for server, one in committed.items() if one < committed[table.coordinator]]
+        if self.options.backup_workers and lagging:
+            # The others do not wait for this process to repeat what the former one has not sent there.
+            self._session.call_all([(server, m.LeaveRounds(table.numbers[server])) for server in lagging])
         failpoint("worker.members.joined")
 
     def leave_rounds(self, table: RemoteTable) -> None:

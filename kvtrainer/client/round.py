@@ -61,6 +61,17 @@ class Round:
         """Table → the members of its next round, if these may change."""
         self.coordinator = -1
         """The server that has to tell them; -1 if the members never change, or weights are only read."""
+        # With backup workers.
+        self.follows = False
+        """Whether it only asks for the weights after a round, see `Rounds.follow`."""
+        self.needs_closing = False
+        """Whether the coordinator has yet to tell with which ranks it closes the round."""
+        self.closed: MemberView | None = None
+        """With which ranks the coordinator has closed the round; this one is among them."""
+        self.left_out: dict[int, m.LeftOut] = {}
+        """Server → what it says of rounds that have ended without this rank."""
+        self.asked = -1
+        """The round of which servers were asked how it has ended, after this rank was left out of one."""
         self.is_over = False
         self.rows: dict[tuple[int, int], list[Tensor | None]] = {}
         """(position of the table, first key of a slice) → ids of its rows that came, by server; None for a whole slice.
@@ -129,7 +140,8 @@ class Round:
             for at in tables:
                 name = request.layout.tables[at].name
                 is_measured = guard is None or at in request.held or self.vetoes.get(name)
-                if is_measured and (request.server != self.coordinator or name in self.next_views):
+                is_told = name in self.next_views and not self.needs_closing
+                if is_measured and (request.server != self.coordinator or is_told):
                     request.open.discard(at)
                 elif at in request.open:
                     request.complete.add(at)
@@ -137,6 +149,32 @@ class Round:
             self.open.remove(request)
             if self.open:
                 failpoint("worker.round.answered")
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this rank was left out of it."""
+        return self.follows or bool(self.left_out)
+
+    def has_caught_up(self, rank: int) -> bool:
+        """Return whether all servers tell of the same open round, of which this rank is a member."""
+        told = list(self.left_out.values())
+        is_same = (
+            len(told) == len(self.server_requests) and len({(one.round, one.applied) for one in told}) == 1
+        )
+        return is_same and rank in self.left_out[self.coordinator].members
+
+    def next_asked(self) -> tuple[int, bool]:
+        """Return of which round to ask next, after answers that do not agree, and whether it has failed on a server.
+
+        If they agree, the open round was closed without this rank, too.
+        """
+        told = list(self.left_out.values())
+        last = max([one.round for one in told])
+        is_same = (
+            len(told) == len(self.server_requests) and len({(one.round, one.applied) for one in told}) == 1
+        )
+        has_failed = any(one.round == last and one.applied < last - 1 for one in told)
+        return (last, False) if is_same else (last - 1, has_failed)
 
     def resume(self) -> None:
         """Get ready to be waited for again after an interrupt, which may have lost messages that had just come."""

@@ -32,6 +32,7 @@ from kvstore_server.errors import (
     KVStoreError,
     RepeatedRoundError,
     RoundAbortedError,
+    WorkerLostError,
     describe,
     from_wire,
     to_wire,
@@ -87,6 +88,7 @@ class Rounds:
         is_read: bool = False,
         as_of_round: int = -1,
         repeats_commit: bool = False,
+        follows: int = -1,
     ) -> Round:
         """Send one round of some tables and return at once. Gradients must not change until `wait` returns.
 
@@ -97,6 +99,7 @@ class Rounds:
             is_read: The weights are only pulled.
             as_of_round: As for `pull`.
             repeats_commit: See `repeat_commit`.
+            follows: See `follow`.
         """
         # 1. Wait for earlier rounds of these tables.
         session, tables = self._session, contribution.tables
@@ -119,6 +122,8 @@ class Rounds:
         round_.is_for_training = buffers is None
         if tables and tables[0].view is not None and (repeats_commit or not is_read):
             round_.coordinator = tables[0].coordinator
+            round_.needs_closing = tables[0].view.spare > 0 and not is_read
+            round_.follows, round_.asked = follows >= 0, follows
         # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
         try:
@@ -135,6 +140,8 @@ class Rounds:
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 request = ServerRequest(layout, round_, self.tables)
                 request.number = session.next_number(partial(self._receive, round_, request))
+                if round_.follows:
+                    request.commits[:, 1] = follows
                 if eager is not None and round_.valid is not None:
                     request.follow(round_.valid, len(round_.valid) == len(eager.sent))
                 round_.server_requests.append(request)
@@ -142,7 +149,7 @@ class Rounds:
                     round_.open.append(request)
             failpoint("worker.round.begin")
             # 3. Over a network servers may use slices before the commit, so they are told what it will say.
-            if session.is_remote and not is_read and len(tables) == 1:
+            if session.is_remote and not is_read and len(tables) == 1 and not session.options.backup_workers:
                 self._declare_intent(round_, eager)
             # 4. Send everything.
             round_.log("started")
@@ -287,7 +294,7 @@ class Rounds:
                 self._take_snapshot_if_due(self.snapshots, [table])
             if table.compressor is not None:
                 table.compressor.begin()
-            if self._session.is_remote:
+            if self._session.is_remote and not self._session.options.backup_workers:
                 self._declare_speculative(table, eager, predict_hypers)
         # 2. Copy the slice, and compress it.
         values, encoding = eager.copy(slice_, parts), b""
@@ -357,6 +364,21 @@ class Rounds:
         table.resume(table.round + 1, True)
         return round_
 
+    def follow(self, contribution: Contribution, round_: int) -> Round:
+        """Get the weights with which the open round has begun, as soon as an earlier one is over; blocks.
+
+        This rank was left out of that one, or an earlier process of it has ended there. Afterwards it is a member of
+        the open round, all weights are those before it, and `Round.left_out` says how the last one has ended.
+
+        Raises:
+            WorkerLostError: The servers do not agree on how a round has ended.
+        """
+        followed = self.start(contribution, is_read=True, repeats_commit=True, follows=round_)
+        self.wait(followed)
+        [table] = contribution.tables
+        table.follow(followed.left_out[followed.coordinator])
+        return followed
+
     def wait(self, round_: Round, may_wait_again: bool = False) -> None:
         """Block until the round is over; new weights are then in `outs`.
 
@@ -373,8 +395,11 @@ class Rounds:
         try:
             # A silent server is sent the commits again; it asks for slices that it lacks.
             again = partial(self._send_again, round_, given=())
-            if not self._session.wait(round_.open, again, round_.started):
-                raise self._session.deadline_error(round_.open, round_.describe_end())
+            while True:
+                if not self._session.wait(round_.open, again, round_.started):
+                    raise self._session.deadline_error(round_.open, round_.describe_end())
+                if not self._ask_again_if_late(round_):
+                    break
         except BaseException as error:
             if may_wait_again and not isinstance(error, Exception):
                 round_.resume()
@@ -478,6 +503,7 @@ class Rounds:
                 self._send_again(round_, request, lost)
 
     def _send_again(self, round_: Round, request: ServerRequest, given: Sequence[int]) -> None:
+        self._pass_on_closing(round_, request)
         for body in request.messages(round_, given):
             self._session.send(request.server, request.number, body, round_.contribution.priority)
 
@@ -495,7 +521,9 @@ class Rounds:
         elif isinstance(reply, m.Failed):
             self._receive_failure(round_, request, reply)
         elif (
-            isinstance(reply, m.Held | m.Absent | m.Vetoed | m.EffectiveOptions | m.Members | m.Missing)
+            isinstance(
+                reply, m.Held | m.Absent | m.Vetoed | m.EffectiveOptions | m.Members | m.LeftOut | m.Missing
+            )
             and reply.table in position
         ):
             # 2. What the server says about one table.
@@ -509,6 +537,10 @@ class Rounds:
                 round_.in_force[table.name] = reply
             elif isinstance(reply, m.Vetoed):
                 self._receive_veto(round_, request, at, reply)
+            elif isinstance(reply, m.LeftOut):
+                self._receive_left_out(round_, request, at, reply)
+            elif isinstance(reply, m.Members) and reply.closes:
+                self._receive_closing(round_, request, at, reply)
             elif isinstance(reply, m.Members) and reply.round != table.round:
                 self._receive_next_members(round_, request, at, reply)
             elif round_.repeats_commit:
@@ -570,7 +602,7 @@ class Rounds:
     def _receive_next_members(self, round_: Round, request: ServerRequest, at: int, told: m.Members) -> None:
         table = request.layout.tables[at]
         if told.round == table.round + 1 and request.server == round_.coordinator:
-            round_.next_views[table.name] = MemberView(told.view, told.ranks)
+            round_.next_views[table.name] = MemberView(told.view, told.ranks, told.spare)
             if at in request.complete:
                 round_.finish(request, [at])
 
@@ -603,14 +635,100 @@ class Rounds:
             return
         failpoint("worker.members.changed")
         # 2. Answers to the former commits do not count any more.
-        table.view = MemberView(told.view, told.ranks)
-        round_.contribution = round_.contribution.over(len(told.ranks))
+        table.view = MemberView(told.view, told.ranks, told.spare)
+        round_.needs_closing = told.spare > 0
+        round_.contribution = round_.contribution.over(table.view.counted)
         round_.decided.pop(table.name, None)
         for one, _ in round_.server_requests_of(table):
             session.forget(one.number)
             one.number = session.next_number(partial(self._receive, round_, one))
             one.start_over(session.transport.channel(one.server) is not None)
             self._send_again(round_, one, given=())
+
+    # ---------------------------------------------------------------- backup workers
+
+    def _receive_closing(self, round_: Round, request: ServerRequest, at: int, told: m.Members) -> None:
+        """Tell the other servers with which ranks the coordinator has closed the open round."""
+        table = request.layout.tables[at]
+        if told.round != table.round or round_.closed is not None or round_.is_late:
+            return
+        round_.closed, round_.needs_closing = MemberView(told.view, told.ranks, 0, told.round), False
+        for one, _ in round_.server_requests_of(table):
+            self._pass_on_closing(round_, one)
+        if at in request.complete:
+            round_.finish(request, [at])
+
+    def _pass_on_closing(self, round_: Round, request: ServerRequest) -> None:
+        """Tell a server that has not answered yet with which ranks the last round was closed, if that is known."""
+        told, closed = round_.left_out.get(round_.coordinator), round_.closed
+        if told is not None and told.closed_view >= 0:  # those that it names may all have died since
+            closed = MemberView(told.closed_view, told.closed_ranks, 0, told.round - 1)
+        if closed is None or request.server == round_.coordinator or request not in round_.open:
+            return
+        number = int(request.layout.commits[0, 0])
+        body = m.CloseRound(number, closed.closes, closed.number, closed.ranks)
+        self._session.send(request.server, self._session.next_number(), body)
+
+    def _receive_left_out(self, round_: Round, request: ServerRequest, at: int, told: m.LeftOut) -> None:
+        """Record that rounds have ended on a server without this rank; its present weights follow."""
+        if at not in request.open:
+            return
+        table = request.layout.tables[at]
+        round_.left_out[request.server] = told
+        # No measures of sums come.
+        round_.contribution = round_.contribution._replace(guard=None)
+        round_.needs_closing = False
+        if request.server == round_.coordinator:
+            round_.next_views[table.name] = MemberView(told.view, told.members, told.spare)
+            for one, _ in round_.server_requests_of(table):
+                self._pass_on_closing(round_, one)
+
+    def _ask_again_if_late(self, round_: Round) -> bool:
+        """If this rank was left out, ask servers again until all have the same round open; return whether it did."""
+        error = round_.error
+        if not round_.is_late or (error is not None and not isinstance(error, RepeatedRoundError)):
+            return False
+        [table] = round_.contribution.tables
+        if error is None and round_.has_caught_up(self._session.options.rank):
+            return False
+        # 1. A round that only some servers have applied has to be undone.
+        asked, has_failed = round_.asked, True
+        if error is None:
+            asked, has_failed = round_.next_asked()
+        elif asked < 0:
+            asked = table.round
+        if has_failed:
+            self._fail_everywhere(table, asked, error)
+        # 2. Ask all, also those that have answered: their weights may be of another round.
+        round_.error, round_.asked, round_.started = None, asked, self._session.clock()
+        round_.left_out.clear()
+        round_.next_views.clear()
+        round_.aborted.clear()
+        round_.follows = True
+        round_.open[:] = round_.server_requests
+        for request in round_.server_requests:
+            self._session.forget(request.number)
+            request.number = self._session.next_number(partial(self._receive, round_, request))
+            request.ask(asked, self._session.transport.channel(request.server) is not None)
+        for request in list(round_.open):
+            self._send_again(round_, request, given=())
+        return True
+
+    def _fail_everywhere(self, table: RemoteTable, round_: int, error: BaseException | None) -> None:
+        """Have a round undone that a server has failed, or cannot complete. Raises WorkerLostError if one cannot."""
+        reason = describe(error) if error is not None else "not all servers have applied it"
+        pairs = [(table, server) for server in table.numbers]
+        was_applied = self._abort(pairs, reason, True, False, True, round_)
+        if False in was_applied.values():
+            applied = [pair for pair in pairs if was_applied[table.name, pair[1]]]
+            was_applied |= self._abort(applied, reason, True, True, True, round_)
+        outcome = {
+            self._session.describe(server): was_applied[table.name, server] for server in table.numbers
+        }
+        differs = _half_applied_error(table, outcome, reason)
+        if differs is not None:
+            self.tables.broken[table.index] = differs
+            raise WorkerLostError(str(differs))
 
     # ---------------------------------------------------------------- deciding
 
@@ -696,6 +814,11 @@ class Rounds:
             return
         if not round_.server_requests:  # it was not even prepared
             lost.update(table.index for table in tables)
+        if error is not None and round_.is_late and not isinstance(error, FencedError):
+            # The others have gone on, so there is nothing to abort. The next round finds out again how far they are.
+            for index in own_tables:
+                del self.open[index]
+            return
         # 3. Tables that did not end alike everywhere.
         for table in tables if round_.decided else ():
             differs = None if table.index in lost else _decision_conflict(round_, table)
@@ -711,6 +834,8 @@ class Rounds:
         for table in tables if round_.next_views else ():
             if table.index not in not_applied:
                 table.view = round_.next_views.get(table.name, table.view)
+                if round_.left_out:
+                    table.follow(round_.left_out[round_.coordinator])
         all_tables.is_initialised[applied] = True
         if not round_.is_for_training:
             vetoed = {table.index for table in tables if table.name in round_.vetoes}
@@ -804,13 +929,18 @@ class Rounds:
         is_repeated: bool,
         undo: bool,
         awaits_restarts: bool,
+        number: int | None = None,
     ) -> dict[tuple[str, int], bool | None]:
-        """Abort the present rounds of (table, server) pairs, and undo them if they were applied.
+        """Abort the present rounds of (table, server) pairs, or one of this number, and undo them if they were applied.
 
         Returns for each whether the server still counts it as applied; None if it did not answer.
         """
         requests = [
-            (server, m.Abort(t.numbers[server], t.round, reason, undo, is_repeated)) for t, server in rounds
+            (
+                server,
+                m.Abort(t.numbers[server], t.round if number is None else number, reason, undo, is_repeated),
+            )
+            for t, server in rounds
         ]
         answers = self._session.ask_all(requests, GIVE_UP_TIMEOUT, awaits_restarts)
         # A server that refuses this worker has nothing of it.

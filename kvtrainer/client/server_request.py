@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.engine.views import MemberView
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvtrainer.client.contribution import Contribution, ContributionLayout, EncodedSlice, GatheredContribution
@@ -27,6 +28,7 @@ from kvtrainer.client.session import Session
 from kvtrainer.client.tables import Tables
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
+_FIXED = MemberView(-1, ())
 _NEAR = 1 << 20
 """Payloads of up to this many bytes are sent with the commit to the only server of a round if it shares memory: a copy
 costs less than a second message. With several servers the commits go last, back to back, to shorten the time in which
@@ -41,6 +43,8 @@ class RoundInputs(Protocol):
     is_read: bool
     as_of_round: int
     repeats_commit: bool
+    follows: bool
+    closed: MemberView | None
     encoded: dict[int, dict[int, EncodedSlice]]
     server_requests: list[ServerRequest]
 
@@ -116,7 +120,8 @@ class ServerRequest:
         commits[:, 4] = (all_tables.held if is_incremental else all_tables.version)[self.server][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_incremental
-        flags |= m.WANTS_HALF * layout.takes_half | m.REPEATS * round_.repeats_commit
+        asks = m.FOLLOWS if round_.follows else m.REPEATS
+        flags |= m.WANTS_HALF * layout.takes_half | asks * round_.repeats_commit
         if wants and contribution.sink.maps and round_.session.transport.channel(self.server) is not None:
             flags |= m.MAPS_WEIGHTS | m.LOCATIONS_CACHED * (layout.mapped is not None)
         if flags or not wants:
@@ -151,7 +156,7 @@ class ServerRequest:
         commits, pushes = self.commits.copy(), layout.pushes[valid]
         commits[:, 5] |= m.DECLARES_INTENT | m.TENTATIVE * tentative
         pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[valid]], 0
-        number, ranks = self._view
+        view = self._view(round_)
         return m.Contribute(
             pushes,
             (),
@@ -159,14 +164,25 @@ class ServerRequest:
             hyper=contribution.hyper,
             rescale=contribution.rescale,
             timeout=round_.session.options.timeout,
-            view=number,
-            members=ranks,
+            view=view.number,
+            members=view.ranks,
+            spare=view.spare,
         )
 
-    @property
-    def _view(self) -> tuple[int, tuple[int, ...]]:
-        """The members of the round; (-1, ()) if they never change."""
-        return self.layout.tables[0].view or (-1, ())
+    def _view(self, round_: RoundInputs) -> MemberView:
+        """Return the members of the round; `_FIXED` if they never change."""
+        return round_.closed or self.layout.tables[0].view or _FIXED
+
+    def ask(self, round_: int, shares_memory: bool) -> None:
+        """Ask for the weights after a round, instead of what was to be answered."""
+        self.given, self.valid = [], frozenset()
+        self.failed.clear()
+        self.skipped.clear()
+        self.open.update(range(len(self.layout.tables)))
+        self.start_over(shares_memory)
+        self.commits[:, 1], self.commits[:, 2:4] = round_, 0
+        kept = m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF
+        self.commits[:, 5] = (self.commits[:, 5] & kept) | m.FOLLOWS
 
     def adopt(self, speculative: ServerRequest) -> None:
         """Adopt the request declared during the backward pass, with the weights already received."""
@@ -249,7 +265,8 @@ class ServerRequest:
         # 5. The commits.
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
         body.client_state = contribution.client_state
-        body.view, body.members = self._view
+        view = self._view(round_)
+        body.view, body.members, body.spare, body.closes = *view[:3], view.closes >= 0
         if contribution.absent:
             body.absent = tuple(itertools.product(commits[:, 0].tolist(), sorted(contribution.absent)))
         if contribution.guard is not None:

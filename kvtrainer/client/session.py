@@ -171,6 +171,7 @@ class SessionOptions:
         restarts: How often this process was started again, as far as its launcher says.
         initial_workers: Above 0: the members may change. The ranks below this begin, others may join.
         min_workers: If the members may change: how many at least must be left.
+        backup_workers: How many of them a round leaves out, the slowest ones.
     """
 
     namespace: str
@@ -187,6 +188,7 @@ class SessionOptions:
     restarts: int = 0
     initial_workers: int = 0
     min_workers: int = 0
+    backup_workers: int = 0
 
     @property
     def is_elastic(self) -> bool:
@@ -373,7 +375,7 @@ class Session:
         hello = m.Hello(
             o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, self._nonce,
             self.transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
-            o.mode.by_host, o.resumes, o.restarts, o.initial_workers, o.min_workers,
+            o.mode.by_host, o.resumes, o.restarts, o.initial_workers, o.min_workers, o.backup_workers,
         )  # fmt: skip
         failpoint("worker.connect.hello")
         welcome = self.call(server, hello, o.connect_timeout)

@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvstore_server import log_limit, processes
+from kvstore_server.engine.views import check_backup_workers
 from kvstore_server.restarts import RESTARTS
 from kvtrainer.errors import ConfigurationError, file_error
 
@@ -30,6 +31,8 @@ RANK = "KVSTORE_RANK"
 NUM_WORKERS = "KVSTORE_NUM_WORKERS"
 ELASTIC = "KVSTORE_ELASTIC"
 """MIN..MAX: how many workers a job may have after it has begun with KVSTORE_NUM_WORKERS."""
+BACKUP_WORKERS = "KVSTORE_BACKUP_WORKERS"
+"""How many workers each step may do without, the slowest ones; with KVSTORE_ELASTIC."""
 SERVERS = "KVSTORE_SERVERS"
 LOCAL_RANK = "KVSTORE_LOCAL_RANK"
 """Rank of this worker among those of its host."""
@@ -118,8 +121,8 @@ SOURCES = (
 
 _MORE_PLACES = (
     "NOTIFY_SOCKET", "FDSTORE", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES",
-    SERVERS, ROLE, RESTARTS, WORKER_MEMORY, ELASTIC, "DMLC_SERVER_ID", "LOCAL_WORLD_SIZE",
-    "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    SERVERS, ROLE, RESTARTS, WORKER_MEMORY, ELASTIC, BACKUP_WORKERS, "DMLC_SERVER_ID",
+    "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_NODEID",
     "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK", "MPI_LOCALNRANKS",
 )  # fmt: skip
@@ -133,20 +136,23 @@ PLACES = frozenset(_MORE_PLACES).union(
 class Topology:
     """A worker's rank, the number of workers, and the servers' addresses by index.
 
-    `elastic` has the least and the most workers, if the number may change; a job then begins with `num_workers`.
+    `elastic` has the least and the most workers, if the number may change; a job then begins with `num_workers`. Of
+    these a step may do without `backup_workers`.
     """
 
     rank: int
     num_workers: int
     servers: tuple[str, ...]
     elastic: tuple[int, int] | None = None
+    backup_workers: int = 0
 
     def as_variables(self, local_rank: int) -> dict[str, str]:
         """Return it as environment variables of a worker. Without servers, KVSTORE_SERVERS is left out."""
         place = {RANK: self.rank, NUM_WORKERS: self.num_workers, LOCAL_RANK: local_rank}
         servers = {SERVERS: ",".join(self.servers)} if self.servers else {}
         elastic = {ELASTIC: "{}..{}".format(*self.elastic)} if self.elastic is not None else {}
-        return {**{name: str(number) for name, number in place.items()}, **servers, **elastic}
+        backup = {BACKUP_WORKERS: str(self.backup_workers)} if self.backup_workers else {}
+        return {**{name: str(number) for name, number in place.items()}, **servers, **elastic, **backup}
 
 
 def read_topology_from_env(
@@ -174,7 +180,23 @@ def read_topology_from_env(
             f"num_workers ({NUM_WORKERS}) is {count}; with {ELASTIC} {elastic[0]}..{elastic[1]} a job begins with a "
             "number in between"
         )
-    return Topology(own, count, listed, elastic)
+    return Topology(own, count, listed, elastic, read_backup_workers(environ, elastic, count))
+
+
+def read_backup_workers(environ: Mapping[str, str], elastic: tuple[int, int] | None, num_workers: int) -> int:
+    """Return how many workers a step may do without (KVSTORE_BACKUP_WORKERS).
+
+    Raises ConfigurationError unless the number of workers may change, and more than as many begin.
+    """
+    text = text_of(environ, BACKUP_WORKERS)
+    number = as_int(text or 0, f"backup_workers ({BACKUP_WORKERS})")
+    if number and elastic is None:
+        raise ConfigurationError(
+            f"backup_workers ({BACKUP_WORKERS}) is {number}, which is for a job whose number of workers may change; "
+            f"give that as kvlaunch -n MIN..MAX or {ELASTIC}"
+        )
+    check_backup_workers(number, num_workers)
+    return number
 
 
 def read_elastic_from_env(environ: Mapping[str, str]) -> tuple[int, int] | None:

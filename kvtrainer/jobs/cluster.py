@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from kvstore_server.engine.views import check_backup_workers
 from kvtrainer.common.env import REJOIN_TIMEOUT, Topology, as_int, parse_address, parse_range
 from kvtrainer.errors import (
     ArgumentTypeError,
@@ -64,6 +65,7 @@ def local_cluster(
     *,
     server_args: Sequence[str] = (),
     restart: int = 0,
+    backup_workers: int = 0,
     start_timeout: float = JobTimeouts.start,
     linger: float = JobTimeouts.linger,
     grace: float = JobTimeouts.grace,
@@ -79,6 +81,8 @@ def local_cluster(
         server_args: Flags for every server, such as `["--import", "my_optimizers"]`.
         restart: How often each server, and each worker of a run, is started again when it is killed or fails. A
             worker then calls the function again, which goes on by `Trainer.resume`; a server has its weights again.
+        backup_workers: With workers="MIN..MAX": each step goes on without so many of the slowest workers, but with MIN
+            at least.
         start_timeout: Seconds to wait for the servers to listen.
         linger: Seconds that the other workers have to report their own errors once one has failed.
         grace: Seconds between SIGTERM and SIGKILL.
@@ -98,7 +102,13 @@ def local_cluster(
             f"workers={workers!r} needs servers, which decide who is left, and servers is 0"
         )
     limits = JobTimeouts(start_timeout, linger, linger, grace)
-    return LocalCluster(most, servers, server_args, limits, restart, elastic)
+    if backup_workers and elastic is None:
+        raise ConfigurationError(
+            f"backup_workers={backup_workers} is for a job whose number of workers may change: give workers as "
+            f"'MIN..MAX', not as {workers}"
+        )
+    check_backup_workers(as_int(backup_workers, "backup_workers"), most)
+    return LocalCluster(most, servers, server_args, limits, restart, elastic, backup_workers)
 
 
 class LocalCluster:
@@ -112,10 +122,11 @@ class LocalCluster:
         limits: JobTimeouts,
         restart: int = 0,
         elastic: tuple[int, int] | None = None,
+        backup_workers: int = 0,
     ) -> None:
         self._limits = limits
         self._restart = restart
-        self._elastic = elastic
+        self._elastic, self._backup_workers = elastic, backup_workers
         self._server_args = list(server_args)
         if elastic is not None and not restart and REJOIN_TIMEOUT not in os.environ:
             # Nobody starts a worker again, so the others need not wait; the caller's own flag counts.
@@ -197,7 +208,7 @@ class LocalCluster:
     def _run(self, servers: ClusterProcesses, packed: bytes) -> list[Any]:
         code = ClusterMemFile()
         group = ClusterProcesses(self._limits.grace, self._changed)
-        topology = Topology(0, self.num_workers, self.servers, self._elastic)
+        topology = Topology(0, self.num_workers, self.servers, self._elastic, self._backup_workers)
         workers = _ClusterWorkers(group, topology, code, self._restart)
         # 1. Start the workers, wait for all of them or for the first failure, and collect what they wrote.
         try:

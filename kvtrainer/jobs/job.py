@@ -211,6 +211,7 @@ class JobLauncher:
         server_restarts: How often each server, or its supervisor, is started again at the same address when it is
             killed, which loses its memory; for servers that write snapshots.
         elastic: The least and the most workers, if the job goes on without workers that have failed; all are started.
+        backup_workers: How many of them each step may do without.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class JobLauncher:
         restarts: int = 0,
         server_restarts: int = 0,
         elastic: tuple[int, int] | None = None,
+        backup_workers: int = 0,
     ) -> None:
         self._viewer_command = viewer
         self._worker_command = worker_command
@@ -241,7 +243,7 @@ class JobLauncher:
         self._restarted = RestartedRanks(num_workers, restarts)
         self._restarted_servers = RestartedRanks(len(server_commands), server_restarts)
         self._memories = WorkerMemories(num_workers if restarts and remote is None else 0)
-        self._elastic = elastic
+        self._elastic, self._backup_workers = elastic, backup_workers
         self._lost: set[str] = set()
         """Names of the workers that the job goes on without."""
         self._topology = Topology(0, num_workers, ())
@@ -287,7 +289,7 @@ class JobLauncher:
             shown = [*self._viewer_command, *servers]
             self._viewers += self._spawn("view", 0, shown, self._environ, self._events.output.put)
         # 3. Start the workers and wait for the end.
-        self._topology = Topology(0, self._num_workers, tuple(servers), self._elastic)
+        self._topology = Topology(0, self._num_workers, tuple(servers), self._elastic, self._backup_workers)
         for rank in range(self._num_workers):
             self._start_worker(rank)
         self._wait(self._workers_done, None)

@@ -65,6 +65,7 @@ environment that a worker finds:
   KVSTORE_RANK         which worker it is, from 0
   KVSTORE_NUM_WORKERS  how many workers there are
   KVSTORE_ELASTIC      with -n MIN..MAX: this range
+  KVSTORE_BACKUP_WORKERS  with --backup-workers: this number
   KVSTORE_LOCAL_RANK   which worker of its host it is, from 0
   KVSTORE_SERVERS      comma-separated tcp://HOST:PORT of the servers; unset with -s 0
   OMP_NUM_THREADS      cores divided by workers, at least 1, unless you have set it
@@ -137,7 +138,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits, remote, restarts = options.limits, options.remote, options.restart
     of_lost = options.restart if environ.get(STATE_DIR) else 0
     return JobLauncher(
-        command, options.workers, servers, environ, limits, remote, viewer, restarts, of_lost, options.elastic
+        command,
+        options.workers,
+        servers,
+        environ,
+        limits,
+        remote,
+        viewer,
+        restarts,
+        of_lost,
+        options.elastic,
+        options.backup_workers,
     ).run()
 
 
@@ -226,8 +237,16 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
         parser.error("--dashboard shows what servers say, and there are none with -s 0")
     # 3. Compute limits, environment and hosts.
     options.elastic = None if isinstance(options.workers, int) else options.workers
+    if options.backup_workers and options.elastic is None:
+        parser.error(
+            "--backup-workers needs -n MIN..MAX: each step goes on with fewer workers, but with MIN at least"
+        )
     if options.elastic is not None:
         options.workers = options.elastic[1]
+        if options.backup_workers >= options.workers:
+            parser.error(
+                f"--backup-workers {options.backup_workers} leaves none of {options.workers} workers to a step"
+            )
         if not options.servers:
             parser.error(
                 "-n MIN..MAX needs servers, which decide about the members, and there are none with -s 0"
@@ -266,6 +285,13 @@ def _make_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="W",
         help="how many workers to start; MIN..MAX starts MAX, and the job goes on as long as MIN are left",
+    )
+    add(
+        "--backup-workers",
+        type=_integer_at_least(0),
+        default=0,
+        metavar="K",
+        help="with -n MIN..MAX: each step goes on without the K slowest workers, but with MIN at least",
     )
     add(
         "-s",

@@ -73,6 +73,8 @@ class DistKVStore(KVStoreVerbs):
             updates since its worker read the weights.
         elastic: "MIN..MAX" for "dist_sync": the number of workers may change while a Trainer trains; the job begins
             with `num_workers` (KVSTORE_ELASTIC). Workers with a rank from `num_workers` on join in `Trainer.resume`.
+        backup_workers: With `elastic`: how many workers each step of a Trainer may do without. It leaves the slowest
+            out, as long as the least number of workers is left (KVSTORE_BACKUP_WORKERS, 0).
         namespace: Stores with equal namespaces work together. By default the n-th store of each worker joins the
             others' n-th, within the same attempt of a restarted job (KVSTORE_ATTEMPT, torchrun's, Slurm's).
 
@@ -97,6 +99,7 @@ class DistKVStore(KVStoreVerbs):
         staleness: int | None = None,
         scale_lr_by_staleness: bool = False,
         elastic: str | None = None,
+        backup_workers: int | None = None,
     ) -> None:
         # 1. Read options that can be refused without contacting anyone.
         self.mode = dist_mode_of(type, staleness, scale_lr_by_staleness, os.environ)
@@ -106,7 +109,9 @@ class DistKVStore(KVStoreVerbs):
         self._faults = parse_message_faults(env.text_of(os.environ, FAULTS))
         is_debugging = env.shows_debug_log(os.environ)
         # 2. Find the servers. With DMLC_ROLE this asks the scheduler, or serves and does not return.
-        environ = os.environ if elastic is None else {**os.environ, env.ELASTIC: elastic}
+        given = {} if elastic is None else {env.ELASTIC: elastic}
+        given |= {} if backup_workers is None else {env.BACKUP_WORKERS: str(backup_workers)}
+        environ = {**os.environ, **given} if given else os.environ
         topology = find_topology(
             environ,
             rank=rank,
@@ -137,6 +142,7 @@ class DistKVStore(KVStoreVerbs):
             num_workers=max_workers,
             initial_workers=0 if topology.elastic is None else topology.num_workers,
             min_workers=min_workers,
+            backup_workers=topology.backup_workers,
             timeout=env.read_timeout(os.environ, env.TIMEOUT, value=timeout),
             connect_timeout=env.read_timeout(os.environ, env.CONNECT_TIMEOUT, value=connect_timeout),
             dead_after=env.read_timeout(os.environ, env.DEAD_AFTER, value=dead_after),

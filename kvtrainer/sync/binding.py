@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kvstore_server.codec import BFloat16
 from kvstore_server.engine.agreed_options import pack_hypers
 from kvstore_server.engine.memory import return_free_memory
 from kvstore_server.errors import RepeatedRoundError
@@ -216,6 +217,11 @@ class Binding:
     def num_workers(self) -> int:
         """How many workers take part in the next round; 1 before `start`."""
         return self.exchange.num_workers if self.exchange is not None and self.is_started else 1
+
+    @property
+    def num_counted(self) -> int:
+        """The gradients of how many workers the next round takes; 1 before `start`."""
+        return self.exchange.num_counted if self.exchange is not None and self.is_started else 1
 
     def members(self) -> tuple[int, ...]:
         """Return the ranks that take part in the next round; opens the store, if necessary."""
@@ -471,8 +477,11 @@ class Binding:
             if self.replicas is not None:
                 self.replicas.forget()
         # 3. All workers have the new weights: those here are not the loop's writes.
-        self._sent.confirm()
-        if self.exchange.updates_weights and not outcome.skipped:
+        if outcome.missed is None:
+            self._sent.confirm()
+        else:
+            self._sent.forget()  # servers may not have seen what came too late
+        if self.exchange.updates_weights and (not outcome.skipped or outcome.missed is not None):
             arena.mark_updated(None)
             arena.writes.count_own(outcome.written)
             if self.holder is not None and self.holder.sink.changes != self._num_shown:
@@ -589,12 +598,35 @@ class Binding:
             arena.mark_updated(None)
         return joined
 
+    def refuse_backup(self, method: str) -> None:
+        """Raise ConfigurationError for what all workers do in the same step, if a step may leave some out."""
+        if self._client is not None and self._client.options.backup_workers:
+            raise ConfigurationError(
+                f"{method} is not possible with backup workers, because all workers have to do it in the same step, "
+                "and a worker that is late skips steps; leave --backup-workers out"
+            )
+
+    def _check_backup(self, plan: Plan) -> None:
+        """Raise ConfigurationError for what does not work where a step may leave a worker out."""
+        if plan.has_row_sparse:
+            raise ConfigurationError(
+                "row-sparse parameters are not possible with backup workers, because their rows are read one after the "
+                "other while the other workers go on; leave --backup-workers out, or build the module with sparse=False"
+            )
+        codec = self.selection.pull_codec
+        if codec is not None and not isinstance(codec, BFloat16):
+            raise ConfigurationError(
+                f"'pull' in compression_params is {codec.name!r}, which sends changes from one step to the next, and "
+                "with backup workers a worker that is late skips steps; use 'bf16', or leave it out"
+            )
+
     def describe(self) -> str:
         return "none" if self.store is None else self.store.type
 
     def assign(self, layout: Memory, client_state: bytes = b"") -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
         self.check_whole()
+        self.refuse_backup("set_data()")
         if self.exchange is not None:
             self.exchange.assign(layout.arena.weights, layout.tables.changed(), client_state)
             layout.tables.are_placed()
@@ -747,6 +779,8 @@ class Binding:
                     "compression_params with a type keep back a part of each gradient in its worker, which ends when "
                     "the worker leaves; leave the type out in a job whose number of workers may change"
                 )
+            if self._client.options.backup_workers:
+                self._check_backup(plan)
             if is_dist and self._client.options.is_elastic and not self.updates_weights:
                 raise ConfigurationError(
                     "with update_on_kvstore=False each worker has weights and state of its own, which a worker that "

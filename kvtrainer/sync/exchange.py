@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import BFloat16, Codec, torch_dtype
+from kvstore_server.errors import RepeatedRoundError
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, Guard, Measured
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution, Source
+from kvtrainer.client.round import Round
 from kvtrainer.client.row_reads import TableRowReads
 from kvtrainer.client.shared_gradients import SharedGradients
 from kvtrainer.client.tables import Compressor, Takeover
@@ -63,6 +65,17 @@ def keys_worth_borrowing(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
     return frozenset([key for key in keys if nbytes[key] >= _MIN_BORROWED])
 
 
+class MissedRounds(NamedTuple):
+    """What has become of the rounds that have ended without this worker."""
+
+    first: int
+    """The round that this worker gave a gradient to."""
+    applied: int
+    """The last round that was applied. The result says how it has ended; the weights are those after it."""
+    client_states: Sequence[bytes]
+    """What the latest commits have brought of a rank that has made most rounds."""
+
+
 class RoundResult(NamedTuple):
     left_out: frozenset[int]
     """The keys (by index) that no worker contributed to."""
@@ -78,6 +91,8 @@ class RoundResult(NamedTuple):
     written: Mapping[int, Tensor | None] = {}
     """Large key (by index) → ids of the rows that came from the store; None for all. Empty unless a gradient of this
     worker has been row-sparse."""
+    missed: MissedRounds | None = None
+    """The gradient of this worker came too late, and was not used; None: it was."""
 
 
 class JoinedRound(NamedTuple):
@@ -111,6 +126,11 @@ class Exchange(ABC):
     def num_workers(self) -> int:
         """How many workers take part in the next round."""
         return self._num_workers
+
+    @property
+    def num_counted(self) -> int:
+        """The gradients of how many workers the next round takes."""
+        return self.num_workers
 
     @abstractmethod
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
@@ -236,7 +256,8 @@ class StoreExchange(Exchange):
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
         if not (self.updates_weights and self.is_dist and is_long):
             return
-        is_whole = self.is_sync and self._pull_codec is None and self._host is None
+        # With backup workers servers go on while this worker still computes with the weights.
+        is_whole = self.is_sync and self._pull_codec is None and self._host is None and not self.has_backup
         if (staging := self._staging_of(weights)) is not None:
             self.sink = StagingSink(staging, maps=is_whole and self._client.shares_all_memory)
             return
@@ -283,6 +304,15 @@ class StoreExchange(Exchange):
         return len(self.members)
 
     @property
+    def num_counted(self) -> int:
+        return self.num_workers if self._table.view is None else self._table.view.counted
+
+    @property
+    def has_backup(self) -> bool:
+        """Whether a round may end without this worker."""
+        return self._client.options.backup_workers > 0
+
+    @property
     def members(self) -> Sequence[int]:
         """The ranks that take part in the next round, ascending."""
         return range(self._num_workers) if self._table.view is None else self._table.view.ranks
@@ -321,6 +351,14 @@ class StoreExchange(Exchange):
         mine, takeover = self._open_sink(weights), self._table.takeover
         assert takeover is not None
         rounds, out, outcome = self._client.rounds, self.sink.outs(weights), None
+        # 0. With backup workers the others do not wait for this one, so it goes on where they are.
+        if self.has_backup:
+            followed = rounds.follow(Contribution([self._table], None, [out], sink=self.sink), takeover.first)
+            result = self._result_of_late(followed, takeover.first, weights, out)
+            assert result.missed is not None
+            states = {-1: result.missed.client_states}
+            self._table.takeover = Takeover(dict.fromkeys(takeover.committed, result.missed.applied), states)
+            return result
         # 1. The commit of the earlier process counts. To commit again only asks for its answer.
         round_, is_whole = None, self.is_sync and not takeover.is_partial
         if is_whole:
@@ -410,8 +448,7 @@ class StoreExchange(Exchange):
         step.sent()
         try:
             given = contribution if self._host is None else self._host.before(contribution)
-            round_ = self._client.rounds.start(given)
-            self._client.rounds.wait(round_)
+            round_ = self._run_round(given, out)
             if self._host is not None:
                 self._host.after(contribution, round_)
         except BaseException as error:
@@ -421,6 +458,8 @@ class StoreExchange(Exchange):
             step.sent(may_be_applied=is_open or self._table.stands(number))
             raise
         # 4. The result.
+        if round_.is_late:
+            return self._result_of_late(round_, number, target, out)
         self._check_mapped(out)
         if self.shared_grads is not None and self.shared_grads.is_coming:
             former = self.shared_grads.memory
@@ -438,6 +477,32 @@ class StoreExchange(Exchange):
         left_out = frozenset(round_.absent.get(self._name, ())) - unsent
         written = {key: ids for (_, key), ids in round_.written().items()} if round_.rows else {}
         return RoundResult(left_out, False, None, measured, decision, written)
+
+    def _run_round(self, contribution: Contribution, out: Arenas) -> Round:
+        """Run a round, and return it. If it has failed before it was known whether this worker counts, its gradient is
+        dropped: others may have changed the weights that it was computed with.
+        """
+        rounds, number = self._client.rounds, self._table.round
+        round_ = rounds.start(contribution)
+        try:
+            rounds.wait(round_)
+        except RepeatedRoundError as error:
+            if not round_.needs_closing or self.is_broken:
+                raise
+            _log.warning("the gradient of this worker is dropped: %s", error)
+            return rounds.follow(Contribution([self._table], None, [out], sink=self.sink), number)
+        return round_
+
+    def _result_of_late(self, round_: Round, number: int, target: Arenas, out: Arenas) -> RoundResult:
+        """Deliver the weights that came instead of those after a round, and return what has happened meanwhile."""
+        told = round_.left_out.values()
+        [applied] = {one.applied for one in told}
+        self.sink.deliver(target, out)
+        if not self.sink.maps:
+            self.sink.attach()
+        left_out = frozenset([key for one in told for key in one.absent])
+        missed = MissedRounds(number, applied, round_.left_out[round_.coordinator].client_states)
+        return RoundResult(left_out, any(one.is_skipped for one in told), missed=missed)
 
     @property
     def plan(self) -> Plan:
@@ -551,9 +616,10 @@ class StoreExchange(Exchange):
     def given(self, weights: Arenas) -> Arenas:
         """Return the weights as they came from the store last, laid out by the plan, on the CPU; not to be changed.
 
-        In synchronous rounds the store still has them. `weights` are those of `init`, perhaps written since.
+        In synchronous rounds without backup workers the store still has them. `weights` are those of `init`, perhaps
+        written since.
         """
-        if self.is_sync or not self.is_dist:
+        if (self.is_sync and not self.has_backup) or not self.is_dist:
             return self.look()
         return self.sink.outs(weights)
 

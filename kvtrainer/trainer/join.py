@@ -38,6 +38,7 @@ def join(pipeline: StepPipeline) -> Iterator[None]:
 def _check_joinable(pipeline: StepPipeline) -> None:
     exchange = pipeline.binding.exchange
     pipeline.refuse_resumable("join()")
+    pipeline.binding.refuse_backup("join()")
     if exchange is not None and not exchange.is_ours:
         raise ConfigurationError(
             f"kvstore {pipeline.binding.describe()!r} does not support workers without data, so join() is not "

@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvtrainer.client.tables import Takeover
 from kvtrainer.common.env import WORKER_MEMORY, text_of
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, WorkerLostError
 from kvtrainer.kvstore.base import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES
 from kvtrainer.kvstore.dist import Collectives, DistKVStore, count_collectives, resume_collectives
 from kvtrainer.states.format import SavedStates
 from kvtrainer.states.surviving_memory import SurvivingMemory
 from kvtrainer.sync.binding import ResumedRounds
-from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord, unpack_user_state
+from kvtrainer.sync.client_state import ASSIGNED, STEP, ClientRecord, find_records, unpack_user_state
+from kvtrainer.sync.exchange import RoundResult
 from kvtrainer.trainer.groups import kept_entries, plain_number
 from kvtrainer.trainer.own_update import EndedRound, repeat_update, store_update
 from kvtrainer.trainer.saving import adopt_parts, export_parts
@@ -83,14 +85,31 @@ def resume(pipeline: StepPipeline, adopt: Callable[[SavedStates], None]) -> Resu
         pipeline.binding.survivors = SurvivingMemory(text_of(os.environ, WORKER_MEMORY))
     try:
         pipeline.prepare(resumes=True)
-        return _continue(pipeline, adopt)
+        return _continue(pipeline, pipeline.binding.resumed, adopt)
     except BaseException:
         pipeline.binding.close_survivors()
         raise
 
 
-def _continue(pipeline: StepPipeline, adopt: Callable[[SavedStates], None]) -> Resumption:
-    resumed = pipeline.binding.resumed
+def catch_up(pipeline: StepPipeline, late: RoundResult, adopt: Callable[[SavedStates], None]) -> Resumption:
+    """Go on where the others are, after rounds without this worker; its weights are those already.
+
+    Counts, loss scale, schedules and options become those of a worker that has taken part in the last of these rounds.
+    """
+    missed = late.missed
+    assert missed is not None
+    records = find_records(Takeover({-1: missed.applied}, {-1: missed.client_states}))
+    if records.last is None or records.last.round < missed.applied:
+        raise WorkerLostError(
+            f"no worker that has taken part in round {missed.applied} is left to say with which options the others go "
+            "on; restart the job from its last saved states"
+        )
+    return _continue(pipeline, ResumedRounds(missed.applied, records, late), adopt)
+
+
+def _continue(
+    pipeline: StepPipeline, resumed: ResumedRounds | None, adopt: Callable[[SavedStates], None]
+) -> Resumption:
     last = None if resumed is None else resumed.records.last
     if resumed is None or last is None:
         return Resumption(0, None)
@@ -174,7 +193,7 @@ def _find_end(pipeline: StepPipeline, last: ClientRecord, resumed: ResumedRounds
     count, outcome, repeated = len(pipeline.memory.names), resumed.outcome, resumed.records.repeated
     exchange = pipeline.binding.exchange
     # 1. The process itself has told it with a later round.
-    later = last if last.kind == ASSIGNED else repeated
+    later = last if last.kind == ASSIGNED else repeated if outcome is None else None
     if later is not None:
         round_, updated = later.own["ended"]
         return EndedRound(_unpack_keys(updated, count)) if round_ == last.own["options"][0] else None

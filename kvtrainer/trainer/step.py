@@ -52,6 +52,7 @@ from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.sync.binding import Binding
 from kvtrainer.sync.client_state import STEP
+from kvtrainer.sync.exchange import RoundResult
 from kvtrainer.trainer.group_edits import read_edited
 from kvtrainer.trainer.groups import ParameterGroups
 from kvtrainer.trainer.optimizer_states import JointOptimizerUpdate, OptimizerStates
@@ -86,6 +87,12 @@ class StepPipeline:
         """How often weights were published since the last step, by earlier processes, too."""
         self.num_assigns_known = 0
         """How many of these the script repeats because an earlier process made them: they are not made again."""
+        self.num_left_out = 0
+        """How many steps were made without a gradient of this worker, because it came too late."""
+        self.catch_up: Callable[[RoundResult], None] | None = None
+        """Takes over from another worker what rounds without this one have changed beside the weights."""
+        self._late: RoundResult | None = None
+        """The result of the round of this step, if this worker was left out of it."""
         self.describe_state: Callable[[str], bytes] | None = None
         """Packs what a successor needs if the coming round, of this kind, is the last one; None if none is wanted."""
         self.has_context = False
@@ -209,7 +216,7 @@ class StepPipeline:
                 kept = 1.0 if exchange.updates_weights else self.kept_scale(undone)
                 scale *= kept
                 mean = (scale, self.memory.num_averaged) if batch_size is None else None
-                parts = 1 if mean is None else self.binding.num_workers * self.memory.num_averaged
+                parts = 1 if mean is None else self.binding.num_counted * self.memory.num_averaged
                 updated, verdict = self._reduce(fresh, scale / parts, mean)
                 scale, in_store = 1.0 / kept, exchange.updates_weights
             if updated is not None and not in_store:
@@ -615,6 +622,7 @@ class StepPipeline:
         )  # other workers may add keys
         describe_state = None if self.describe_state is None else partial(self.describe_state, STEP)
         outcome = self.binding.round(memory, options, scale, absent, veto, limits, describe_state, mean)
+        self._late = None if outcome.missed is None else outcome
         if outcome.skipped:
             return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
         # 3. Adopt the result.
@@ -766,16 +774,25 @@ class StepPipeline:
             device.tracker.consume(used)
         self._reduced, self._is_vetoed, self.is_bad = None, False, False
         self.accumulation.in_window = 0
-        self.num_steps += 1
+        late, self._late = self._late, None
+        missed = None if late is None else late.missed
+        if missed is not None and missed.applied < missed.first:
+            updated, is_skipped = None, False  # the round has failed: there was no step
+        if missed is None or missed.applied == missed.first:
+            self.num_steps += 1
+            self.num_left_out += missed is not None
         self.num_assigned = self.num_assigns_known = 0
         # 2. The result, and counts.
         norm = None
-        if limits.max_norm is not None:
+        if limits.max_norm is not None and missed is None:
             # If a worker vetoed the step in advance, not all workers have measured the norm.
             norm = math.inf if is_skipped or verdict.measured is None else verdict.measured.norm
         has_updated = updated is not None and any(updated)
         self.last = self._result(norm, verdict.decision.coef, is_skipped, has_updated)
-        self.conclude(updated)
+        if late is not None and missed is not None and missed.applied != missed.first:
+            self._follow_others(late)
+        else:
+            self.conclude(updated)
         if self.groups.instance is not None:
             # Schedulers bound to the instance warn if they have not seen its step().
             self.groups.instance._opt_called = True  # type: ignore[attr-defined]
@@ -788,6 +805,16 @@ class StepPipeline:
                 "skips such steps"
             )
         return self.last
+
+    def _follow_others(self, late: RoundResult) -> None:
+        """Count as the others have since the round that this worker was left out of."""
+        missed, before = late.missed, self.num_steps
+        assert missed is not None
+        if missed.applied > missed.first and self.catch_up is not None:
+            with self.binding.guard.ended_by_errors():
+                self.catch_up(late)
+            self.num_left_out += self.num_steps - before
+        self.binding.guard.end()
 
     def _result(
         self, norm: float | None = None, coef: float = 1.0, skipped: bool = False, updated: bool = True

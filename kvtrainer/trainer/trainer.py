@@ -48,11 +48,12 @@ from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.format import SavedStates, State, read_state_file, write_state_file
 from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.client_state import ASSIGNED, pack_user_state
+from kvtrainer.sync.exchange import RoundResult
 from kvtrainer.sync.select import select_store
 from kvtrainer.trainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.trainer.join import join
 from kvtrainer.trainer.optimizer_states import OptimizerStates, OptimizerStateView
-from kvtrainer.trainer.resume import Resumption, describe_state, resume
+from kvtrainer.trainer.resume import Resumption, catch_up, describe_state, resume
 from kvtrainer.trainer.saving import (
     adopt_other_saved_states,
     as_state_dict,
@@ -330,6 +331,7 @@ class Trainer(torch.optim.Optimizer):
         if self._pipeline.binding.is_dist:
             self._pipeline.describe_state = self._describe_state
             self._pipeline.binding.is_resumable = True
+            self._pipeline.catch_up = self._catch_up
         if found.client_state is not None:
             self.client_state = found.client_state  # another successor may be needed before the next step
         return found
@@ -347,6 +349,11 @@ class Trainer(torch.optim.Optimizer):
     def client_state(self, value: Any) -> None:
         self._packed_client_state = pack_user_state(value)
         self._client_state = value
+
+    def _catch_up(self, late: RoundResult) -> None:
+        found = catch_up(self._pipeline, late, self.adopt_saved_states)
+        if found.client_state is not None:
+            self.client_state = found.client_state
 
     def _describe_state(self, kind: str) -> bytes:
         return describe_state(self._pipeline, kind, self._packed_client_state)
@@ -573,6 +580,21 @@ class Trainer(torch.optim.Optimizer):
         `kvtrainer.utils.shard` divides data over them. Creates the store, as `rank` does.
         """
         return self._pipeline.binding.members()
+
+    @property
+    def round(self) -> int:
+        """How many steps have been made: the number of the next one.
+
+        It grows by one with each `step` that sends gradients. With backup workers (`kvlaunch --backup-workers`) it
+        grows by more if steps were made without this worker, so a loop is `while trainer.round < num_steps:`. It begins
+        with the `round` that `resume` returns.
+        """
+        return self._pipeline.num_steps
+
+    @property
+    def num_left_out(self) -> int:
+        """How many steps were made without this worker's gradient, because it came too late; see `round`."""
+        return self._pipeline.num_left_out
 
     def leave(self) -> None:
         """Leave a job whose number of workers may change, after the last step of this worker; blocks.
@@ -1039,6 +1061,7 @@ class Trainer(torch.optim.Optimizer):
         """
         pipeline = self._pipeline
         pipeline.refuse_in_join("set_data()")
+        pipeline.binding.refuse_backup("set_data()")
         pipeline.binding.check_open()
         pipeline.ready()
         if values is not None:

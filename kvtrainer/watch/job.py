@@ -77,6 +77,8 @@ class WatchedWorker(NamedTuple):
     """Its own round in asynchronous modes, otherwise -1."""
     is_done: bool
     """Whether it has no more data."""
+    left_out: int = 0
+    """How many rounds have ended without its gradient, because it came too late."""
     steps_total: int = 0
     """Since its process started."""
     samples_total: int = 0
@@ -356,6 +358,7 @@ def _merge_reported_worker(known: Sequence[tuple[Facts, Facts, float]], rank: in
         loss=says.get("loss"),
         round=max([one["round"] for one in nows]),
         is_done=all(one["joined"] for one in nows),
+        left_out=max([one.get("left_out", 0) for one in nows]),
         steps_total=int(says.get("steps", 0)),
         samples_total=int(says.get("samples", 0)),
     )

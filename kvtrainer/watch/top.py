@@ -215,6 +215,7 @@ def _worker_cells(one: WatchedWorker) -> list[Any]:
     state = one.state if one.round < 0 else f"{one.state}, round {one.round}"
     silent = "red" if one.silence >= SILENT else ""
     color = "red" if one.late >= 0.25 else "yellow" if one.late >= 0.05 else "green"
+    left_out = f", left out of {one.left_out}" if one.left_out else ""
     return [
         str(one.rank),
         _plain_terminal_text(one.address),
@@ -223,7 +224,7 @@ def _worker_cells(one: WatchedWorker) -> list[Any]:
         f"{one.samples:.0f}" if one.samples else "",
         f"{one.works:.0%}",
         f"{one.waits:.0%}",
-        f"[{color}]{one.late:.0%}[/]",
+        f"[{color}]{one.late:.0%}{left_out}[/]",
         "" if one.loss is None else f"{one.loss:.4g}",
         _plain_terminal_text(one.why)
         if one.silence < 0
@@ -546,6 +547,7 @@ _OF_JOBS: Sequence[Metric] = (
 _OF_WORKERS: Sequence[Metric] = (
     ("up", "is_here", "1: the rank takes part"),
     ("late_ratio", "late", "Share of the time in which the others waited for this rank, from 0 to 1"),
+    ("left_out_total", "left_out", "Rounds that have ended without its gradient, with backup workers"),
     ("wait_ratio", "waits", "Share of the time in which it waited for servers and other workers"),
     ("compute_ratio", "works", "Share of the time between its steps: data, forward and backward"),
     ("steps_total", "steps_total", "Steps that it has made since its process started"),

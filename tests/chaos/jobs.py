@@ -33,8 +33,8 @@ _POLL = 0.02
 _SERVER = """
 import faulthandler, signal
 faulthandler.register(signal.SIGUSR1)
-from kvstore_server.cli import run
-run()
+from kvstore_server.cli import run_server_cli
+run_server_cli()
 """
 _MAX_STARTS = 100
 """Of one process in a job: more are a crash loop."""

@@ -2,14 +2,14 @@
 
 The servers are engines, and the workers are small models of what a client does. Messages between each worker and each
 server are delivered in any order, some twice, some late, some never. Workers join, leave and die at random, and servers
-are killed and go on with what outlives them.
+are killed and go on with what outlives them. In jobs with backup workers, workers are also paused for a while.
 """
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -39,9 +39,11 @@ LEAVES = 1 << 20
 """The number of requests to leave."""
 
 
-def value(rank: int, round_: int) -> float:
-    """What a rank gives to a round: sums of these say which ranks they are of."""
-    return float(10**rank) if round_ else 0.0
+def value(rank: int, round_: int, length: int) -> torch.Tensor:
+    """What a rank gives to a round: sums of these say which ranks they are of, and of which round."""
+    given = torch.full((length,), float(10**rank) if round_ else 0.0)
+    given[1] *= round_
+    return given
 
 
 @dataclass
@@ -63,10 +65,26 @@ class Worker:
     state: str = "hello"
     ended: str = ""
     completed: list[int] = field(default_factory=list)
+    aborted: int = 0
+    """The round that it gives up."""
+    is_late: bool = False
+    """Whether the gradient that it has then does not count in the next one."""
     applied: dict[int, bool] = field(default_factory=dict)
     """While it gives a round up: whether each server counts it as applied."""
     undoes: bool = False
     """Whether it has it undone where it was applied, because another server has failed it."""
+    backup: int = 0
+    """The number of backup workers of the job."""
+    closed: MemberView | None = None
+    """With which ranks the coordinator has closed the open round."""
+    asked: int = 0
+    """While it follows: it asks what there is when this round is over."""
+    left_out: dict[int, m.LeftOut] = field(default_factory=dict)
+    """What servers have said of rounds that have ended without it."""
+    resumes_at: float = 0.0
+    """Until then it is paused."""
+    missed: int = 0
+    """How often it was left out."""
 
     @property
     def peer(self) -> bytes:
@@ -77,7 +95,8 @@ class Worker:
         if self.state == "hello":
             return [
                 (s, m.Hello("j", self.rank, CAPACITY, s, SERVERS, "", self.peer.decode(), self.peer.ljust(16),
-                            (self.peer,), resumes=True, initial_workers=INITIAL, min_workers=LEAST))
+                            (self.peer,), resumes=True, initial_workers=INITIAL, min_workers=LEAST,
+                            backup_workers=self.backup))
                 for s in range(SERVERS) if s not in self.sessions
             ]  # fmt: skip
         if self.state == "register":
@@ -96,26 +115,51 @@ class Worker:
             # As a process does that takes a rank over: how has the round before ended?
             flags = m.WANTS_WEIGHTS | m.REPEATS
             return [(s, self.commit(s, self.round - 1, flags, 0)) for s in self.open()]
+        if self.state == "follow":
+            flags = m.WANTS_WEIGHTS | m.FOLLOWS
+            asked = [
+                (s, self.commit(s, self.asked, flags, 0)) for s in range(SERVERS) if s not in self.left_out
+            ]
+            return [*asked, *self.passed_on()]
         if self.state == "leave":
             return [(0, m.LeaveRounds(0))]
         if self.state == "give up":
-            abort = m.Abort(0, self.round, "", self.undoes, True)
+            abort = m.Abort(0, self.aborted, "", self.undoes, True)
             return [(s, abort) for s in range(SERVERS) if s not in self.applied]
-        return [(s, self.commit(s, self.round, m.WANTS_WEIGHTS, 1)) for s in self.open()]
+        commits = [(s, self.commit(s, self.round, m.WANTS_WEIGHTS, 1)) for s in self.open()]
+        if self.closed is None:
+            return [*commits, *self.passed_on()]
+        told = m.CloseRound(0, self.round, self.closed.number, self.closed.ranks)
+        return [*commits, *[(s, told) for s in self.open() if s]]
+
+    def passed_on(self) -> list[tuple[int, m.RequestBody]]:
+        """What the coordinator has said about a round that has ended there without this rank."""
+        told = self.left_out.get(0)
+        if told is None or told.closed_view < 0:
+            return []
+        closed = m.CloseRound(0, told.round - 1, told.closed_view, told.closed_ranks)
+        return [(s, closed) for s in range(1, SERVERS) if s not in self.left_out]
 
     def open(self) -> list[int]:
         """The servers that have not answered; the coordinator has to tell the next members, too."""
-        return [s for s in range(SERVERS) if s not in self.done or (s == 0 and self.following is None)]
+        return [s for s in range(SERVERS) if s not in self.done or (s == 0 and not self.is_told)]
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the coordinator has told all about the round."""
+        is_closed = self.view is None or not self.view.spare or self.closed is not None
+        return self.following is not None and (is_closed or self.state != "round")
 
     def commit(self, server: int, round_: int, flags: int, gives: int) -> m.Contribute:
         slices, first = PLAN.slices_of(server), self.tables[server].slot
-        given = [torch.full((one.length,), value(self.rank, round_)) for one in slices] if gives else []
+        given = [value(self.rank, round_, one.length) for one in slices] if gives else []
         pushes = [(first + at, round_, 0, one.nbytes) for at, one in enumerate(given)]
-        assert self.view is not None
+        view = self.closed or self.view
+        assert view is not None
         return m.Contribute(
             m.matrix(pushes, m.PUSH_WORDS), tuple(given),
             m.matrix([(0, round_, len(given), 0, -1, flags)], m.COMMIT_WORDS),
-            timeout=1e6, view=self.view.number, members=self.view.ranks,
+            timeout=1e6, view=view.number, members=view.ranks, spare=view.spare, closes=view.closes >= 0,
         )  # fmt: skip
 
     def receive(self, server: int, number: int, body: m.ReplyBody) -> None:
@@ -129,12 +173,16 @@ class Worker:
         elif self.state == "tell" and isinstance(body, m.Status) and number == LEAVES:
             self.state = "join"
         elif isinstance(body, m.Members) and self.state == "join":
-            self.view = MemberView(body.view, body.ranks)
+            self.view = MemberView(body.view, body.ranks, body.spare)
             self.round, self.state = max(body.since, 0), "enter" if body.since else "round"
+            if self.backup and body.since:
+                self.follow(body.since - 1)
         elif isinstance(body, m.Failed):
-            if self.state in ("round", "give up") and body.code == RepeatedRoundError.__name__:
+            if self.state in ("round", "follow", "give up") and body.code == RepeatedRoundError.__name__:
                 if number == self.number and self.state == "round":
-                    self.give_up({server: False})
+                    self.give_up(self.round, {server: False})
+                elif number == self.number and self.state == "follow":
+                    self.give_up(self.asked, {})
             else:
                 self.ended = f"{body.code}: {body.text}"
         elif self.state == "give up":
@@ -143,32 +191,85 @@ class Worker:
                 self.go_on_giving_up()
         elif self.state == "leave" and isinstance(body, m.Status) and number == LEAVES:
             self.ended = "left"
-        elif number != self.number or self.state not in ("enter", "round"):
+        elif number != self.number or self.state not in ("enter", "round", "follow"):
             return
+        elif isinstance(body, m.LeftOut):
+            if server not in self.done or (server == 0 and not self.is_told):
+                self.left_out[server] = body
+                self.go_on_following()
         elif isinstance(body, m.Members):
             self.receive_members(server, body)
-        elif isinstance(body, m.Weights):
+        elif isinstance(body, m.Weights) and server not in self.left_out and self.state != "follow":
             self.done.add(server)
             self.advance()
 
+    def follow(self, asked: int) -> None:
+        """Ask all servers how a round has ended, and for the weights after it."""
+        self.state, self.asked, self.closed, self.following = "follow", asked, None, None
+        self.left_out.clear()
+        self.done.clear()
+        self.number += 1
+
+    def go_on_following(self) -> None:
+        """Go on with the open round, if all servers have told the same and this rank is a member of it."""
+        told = self.left_out
+        if self.state == "round" and len(told) + len(self.done - set(told)) < SERVERS:
+            return
+        if self.state == "follow" and len(told) < SERVERS:
+            return
+        last = max([one.round for one in told.values()])
+        failed = {s: False for s, one in told.items() if one.round == last and one.applied < last - 1}
+        if len(told) == SERVERS and len({(one.round, one.applied) for one in told.values()}) == 1:
+            self.enter(last)
+        elif failed:
+            self.give_up(last - 1, failed)  # a round that one server has failed fails everywhere
+        else:
+            self.follow(last - 1)
+
+    def enter(self, last: int) -> None:
+        """Go on with the open round, about which all servers agree, or wait for its end if it has begun without it."""
+        told = self.left_out
+        if self.rank not in told[0].members:
+            self.follow(last)
+        else:
+            assert len({one.client_states for one in told.values()}) == 1, told  # the weights
+            self.missed += told[0].round - self.round
+            self.view = MemberView(told[0].view, told[0].members, told[0].spare)
+            self.round = told[0].round
+            self.begin_round()
+
+    def begin_round(self) -> None:
+        self.state, self.closed, self.following = "round", None, None
+        self.left_out.clear()
+        self.done.clear()
+        self.number += 1
+        if self.round > self.last:
+            self.state = "leave"
+
     def receive_members(self, server: int, body: m.Members) -> None:
-        view, opened = MemberView(body.view, body.ranks), self.round - (self.state == "enter")
+        view, opened = MemberView(body.view, body.ranks, body.spare), self.round - (self.state == "enter")
         assert self.view is not None
-        if body.round == opened + 1 and server == 0:
+        if body.closes:
+            if body.round == self.round and self.state == "round":
+                self.closed = view._replace(closes=body.round)
+                self.advance()
+        elif body.round == opened + 1 and server == 0:
             self.following = view
             self.advance()
         elif body.round == self.round and self.state == "round" and view.number > self.view.number:
             if self.rank not in view.ranks:
                 self.ended = "FencedError: not a member"
             elif self.done - ({0} if self.following is None else set()):
-                self.give_up({})  # a server has ended the round with former members
+                self.give_up(self.round, {})  # a server has ended the round with former members
                 return
             self.view, self.number = view, self.number + 1
             self.done.clear()
 
-    def give_up(self, applied: dict[int, bool]) -> None:
-        """Abort the round everywhere, before it is made again."""
-        self.state, self.applied, self.undoes = "give up", applied, False
+    def give_up(self, round_: int, applied: dict[int, bool]) -> None:
+        """Abort a round everywhere, before it is made again."""
+        is_undecided = self.view is not None and self.view.spare > 0 and self.closed is None
+        self.is_late = self.state == "follow" or is_undecided
+        self.aborted, self.state, self.applied, self.undoes = round_, "give up", applied, False
         self.number += 1
         self.go_on_giving_up()
 
@@ -182,27 +283,27 @@ class Worker:
                 del self.applied[server]
         elif where:
             self.ended = "WorkerLostError: servers are one round apart"
+        elif self.is_late:
+            # Its gradient may be of weights that servers have changed and restored meanwhile.
+            self.follow(self.aborted)
         else:
-            self.round, self.state, self.following = self.round + 1, "round", None
-            self.number += 1
-            self.done.clear()
+            self.round += 1
+            self.begin_round()
 
     def advance(self) -> None:
-        if len(self.done) < SERVERS or self.following is None:
+        if len(self.done) < SERVERS or not self.is_told or self.following is None:
             return
         if self.state == "round":
             self.completed.append(self.round)
             self.round += 1
-        self.view, self.following, self.state = self.following, None, "round"
-        self.done.clear()
-        self.number += 1
-        if self.round > self.last:
-            self.state = "leave"
+        self.view = self.following
+        self.begin_round()
 
 
 class Simulation:
-    def __init__(self, seed: int, loses: float, dies: float, restarts: float) -> None:
+    def __init__(self, seed: int, loses: float, dies: float, restarts: float, backup: int = 0) -> None:
         self.rng = random.Random(seed)
+        self.backup = backup
         self.loses, self.dies, self.restarts, self.now = loses, dies, restarts, 0.0
         self.stores = [HeldDescriptors() for _ in range(SERVERS)]
         self.engines = [self.engine(server) for server in range(SERVERS)]
@@ -212,6 +313,8 @@ class Simulation:
         """(when it is delivered, server, process, message)."""
         self.totals: list[dict[int, float]] = [{} for _ in range(SERVERS)]
         """By server: round → the sum that was applied."""
+        self.missed = 0
+        """How many rounds workers were left out of."""
         for rank in range(INITIAL):
             self.begin(rank)
 
@@ -225,7 +328,7 @@ class Simulation:
         self.lives[rank] += 1
         # Rank 0 stays to the end, so that there is always somebody.
         last = ROUNDS if rank == 0 or self.rng.random() < 0.3 else self.rng.randrange(1, ROUNDS)
-        worker = Worker(rank, self.lives[rank], last)
+        worker = Worker(rank, self.lives[rank], last, backup=self.backup)
         self.workers[worker.peer] = worker
 
     def run(self) -> None:
@@ -256,8 +359,11 @@ class Simulation:
             self.flying = [one for one in self.flying if one[1] != server]
             self.engines[server] = self.engine(server)
             self.see_dead(server)
-        # 3. Some send what is not answered yet, and all that they are alive.
-        for worker in living:
+        # 3. Some pause. The others send what is not answered yet, and that they are alive.
+        for worker in living if self.backup else ():
+            if self.now >= worker.resumes_at and rng.random() < 0.01:
+                worker.resumes_at = self.now + rng.choice([0.5, 2.0, 5.0])
+        for worker in [one for one in living if self.now >= one.resumes_at]:
             for server, session in worker.sessions.items() if rng.random() < 0.05 else ():
                 self.post(server, worker.peer, m.Request(1, session, LEAVES - 1, m.Heartbeat()))
             if rng.random() < 0.3:
@@ -270,13 +376,17 @@ class Simulation:
                         server, worker.peer, m.Request(run, worker.sessions.get(server, 0), number, body)
                     )
         # 4. Some messages arrive.
-        due = [one for one in self.flying if one[0] <= self.now]
+        due = [one for one in self.flying if one[0] <= self.now and not self.is_held(one[2], one[3])]
         rng.shuffle(due)
         for one in due:
             self.flying.remove(one)
             self.deliver(*one[1:])
         for server, engine in enumerate(self.engines):
             self.answer(server, engine.tick(self.now))
+
+    def is_held(self, peer: bytes, message: m.Request | m.Reply) -> bool:
+        """Whether a message is for a worker that is paused."""
+        return isinstance(message, m.Reply) and self.now < self.workers[peer].resumes_at
 
     def die(self, worker: Worker) -> None:
         worker.ended = "died"
@@ -301,18 +411,55 @@ class Simulation:
             if worker.state == "leave" and isinstance(message.body, m.JoinRounds):
                 return  # over one connection it comes before the request to leave
             engine = self.engines[server]
-            before = self.round_of(server)
+            before, members, weights = (
+                self.round_of(server),
+                self.all_members(server),
+                self.weights_of(server),
+            )
             out = engine.handle(peer, message, self.now)
             if self.round_of(server) > before and (space := engine.namespaces.get("j")) is not None:
                 self.totals[server][before] = float(space.shard.storage.padded[0][0])
+                self.check_round(server, before, members, weights)
             self.answer(server, out)
         elif not worker.ended:
             worker.receive(server, message.number, message.body)
 
+    def all_members(self, server: int) -> set[int]:
+        space = self.engines[server].namespaces.get("j")
+        return set() if space is None or space.views is None else space.views.members
+
+    def weights_of(self, server: int) -> torch.Tensor:
+        space = self.engines[server].namespaces.get("j")
+        has_table = space is not None and space.tables
+        return (
+            space.shard.storage.padded[0][:2].clone() if space is not None and has_table else torch.zeros(2)
+        )
+
+    def check_round(self, server: int, round_: int, members: set[int], former: torch.Tensor) -> None:
+        """A round that was applied has as many members as the job says, each once, with what it gave to this round."""
+        space = self.engines[server].namespaces["j"]
+        views, weights = space.views, space.shard.storage.padded[0]
+        assert views is not None
+        if not self.backup or not round_ or not space.rounds.shared.was_applied(0, round_):
+            return
+        ranks, (count, rounds) = views.ended.ranks, (weights[:2] - former).tolist()
+        assert (count, rounds) == (sum([10**rank for rank in ranks]), round_ * count), (server, round_, ranks)
+        if server == 0:
+            assert len(ranks) == max(len(members) - self.backup, LEAST), (ranks, members, views)
+
     def answer(self, server: int, out: list[m.Outgoing]) -> None:
+        late = {(one.peer, one.reply.number) for one in out if isinstance(one.reply.body, m.LeftOut)}
         for one in out:
-            if one.peer in self.workers:
-                self.post(server, one.peer, one.reply)
+            if one.peer not in self.workers:
+                continue
+            # The weights come behind what they are told with; here they come together, as what it says of them.
+            number, body = one.reply
+            if isinstance(body, m.LeftOut):
+                weights = self.engines[server].namespaces["j"].shard.storage.padded[0]
+                body = replace(body, client_states=(weights[:2].numpy().tobytes(),))
+            elif isinstance(body, m.Weights) and (one.peer, number) in late:
+                continue
+            self.post(server, one.peer, m.Reply(number, body))
 
     def members(self) -> tuple[int, ...]:
         space = self.engines[0].namespaces.get("j")
@@ -325,6 +472,7 @@ class Simulation:
     def check(self) -> None:
         """Rounds that a worker has completed have the same members on all servers."""
         first = self.workers[b"0.1"]
+        self.missed = sum([worker.missed for worker in self.workers.values()])
         for worker in self.workers.values():
             for round_ in worker.completed:
                 sums = [totals.get(round_) for totals in self.totals]
@@ -335,6 +483,7 @@ class Simulation:
         # A round after which a rank has joined, or a server was killed, cannot be taken back.
         views = self.engines[0].namespaces["j"].views
         is_final = bool(self.restarts) or (views is not None and first.round + 1 in views.since.values())
+        is_final = is_final and not (self.backup and not self.restarts)
         assert first.round > ROUNDS or (is_final and first.ended.startswith("WorkerLostError")), first
 
 
@@ -342,13 +491,18 @@ MISHAPS = [(0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.1, 0.01, 0.0), (0.1, 0.01, 0.02)
 """How often a message is lost, a process dies in a turn, and a server is killed in a turn."""
 
 
-def run(seeds: range, loses: float, dies: float, restarts: float) -> None:
+def run(seeds: range, loses: float, dies: float, restarts: float, backup: int = 0) -> int:
+    """Run some schedules; returns how often workers were left out of a round."""
+    missed = 0
     for seed in seeds:
         try:
             with tiny_slices():
-                Simulation(seed, loses, dies, restarts).run()
+                simulation = Simulation(seed, loses, dies, restarts, backup)
+                simulation.run()
+            missed += simulation.missed
         except BaseException as error:
-            raise AssertionError(f"Simulation({seed}, {loses}, {dies}, {restarts})") from error
+            raise AssertionError(f"Simulation({seed}, {loses}, {dies}, {restarts}, {backup})") from error
+    return missed
 
 
 @pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
@@ -356,6 +510,28 @@ def test_no_two_servers_complete_a_round_with_different_members(
     loses: float, dies: float, restarts: float
 ) -> None:
     run(range(6), loses, dies, restarts)
+
+
+@pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
+def test_the_slowest_are_left_out_of_a_round_on_all_servers_alike(
+    loses: float, dies: float, restarts: float
+) -> None:
+    assert run(range(6), loses, dies, restarts, backup=1) > 6
+
+
+@pytest.mark.parametrize(("seed", "backup"), [(41, 1), (49, 1), (19, 2)])
+def test_rounds_end_on_all_servers_although_those_that_count_have_died(seed: int, backup: int) -> None:
+    run(range(seed, seed + 1), 0.1, 0.01, 0.0, backup)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("backup", [1, 2])
+@pytest.mark.parametrize("first", range(6, 306, 20))
+@pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
+def test_backup_workers_are_the_same_on_all_servers_in_many_schedules(
+    first: int, loses: float, dies: float, restarts: float, backup: int
+) -> None:
+    run(range(first, first + 20), loses, dies, restarts, backup)
 
 
 @pytest.mark.chaos

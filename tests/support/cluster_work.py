@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 
@@ -110,3 +111,60 @@ def kill_the_server(token: str) -> str:
     while pids() in ([], [pid]) or probe.probe_server(address, 300.0):
         time.sleep(0.02)
     return address
+
+
+def pause(folder: str) -> None:
+    """Stop this process, until another one lets it go on with `go_on`."""
+    with open(os.path.join(folder, f"{os.environ['KVSTORE_RANK']}.tmp"), "w", encoding="utf-8") as file:
+        file.write(str(os.getpid()))
+    os.replace(file.name, file.name.removesuffix(".tmp"))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def go_on(folder: str, rank: int) -> None:
+    """Let a process go on, as soon as it has stopped."""
+    path = os.path.join(folder, str(rank))
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    with open(path, encoding="utf-8") as file:
+        pid = int(file.read())
+    while True:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            if file.read().rpartition(")")[2].split()[0] == "T":
+                break
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGCONT)
+
+
+def train_with_pauses(
+    folder: str, steps: int, pauses: dict[int, tuple[int, int]]
+) -> tuple[list[int], int, dict[str, set[float]]]:
+    """Train; each rank gives 10 to its power. Some ranks pause from one step to another, which rank 0 makes.
+
+    Returns the steps to which this worker has given, how often it was left out, and the weights.
+    """
+    import torch
+
+    import kvtrainer
+
+    weights = {
+        name: torch.nn.Parameter(torch.zeros(size)) for name, size in (("a", 70_000), ("b", 50_000), ("c", 3))
+    }
+    trainer = kvtrainer.Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore="dist_sync")
+    trainer.resume()
+    given, rank = list[int](), trainer.rank
+    while (step := trainer.round) < steps:
+        if rank in pauses and step >= pauses[rank][0]:
+            del pauses[rank]
+            pause(folder)
+        for other in [one for one, (_, end) in pauses.items() if rank == 0 and step >= end]:
+            del pauses[other]
+            go_on(folder, other)
+        for weight in weights.values():
+            weight.grad = torch.full_like(weight, 10.0**rank)
+        missed = trainer.num_left_out
+        trainer.step(1)
+        if trainer.num_left_out == missed:
+            given.append(step)
+    trainer.close()
+    return given, trainer.num_left_out, {name: set(one.tolist()) for name, one in weights.items()}

@@ -37,10 +37,10 @@ os.write(1, f"{{net.weight.tolist()}} {{net.bias.tolist()}}\\n".encode())  # at 
 """
 
 
-# Runs a Launcher with stand-in servers.
+# Runs a JobLauncher with stand-in servers.
 DRIVER = """
 import json, os, sys
-from kvtrainer.jobs.job import Launcher, JobTimeouts
+from kvtrainer.jobs.job import JobLauncher, JobTimeouts
 from kvtrainer.jobs.processes import inherited_environment
 job = json.loads(sys.argv[1])
 command = [sys.executable, "-I", "-S", "-c", job["server"]]
@@ -49,7 +49,7 @@ limits = JobTimeouts(**job["limits"])
 environ = inherited_environment(os.environ)
 given = job["worker"], job["workers"], servers, environ, limits, None, job["viewer"], job["restarts"]
 elastic = job["elastic"] and tuple(job["elastic"])
-sys.exit(Launcher(*given, elastic=elastic).run())
+sys.exit(JobLauncher(*given, elastic=elastic).run())
 """
 
 TELLS_WHERE = (

@@ -32,6 +32,10 @@ WORKER = {
         "",
         "MIN..MAX: the number of workers may change in this range, and begins with KVSTORE_NUM_WORKERS",
     ),
+    "KVSTORE_BACKUP_WORKERS": (
+        "0",
+        "with KVSTORE_ELASTIC: how many of the slowest workers each step leaves out, as long as MIN are left",
+    ),
     "KVSTORE_LOCAL_RANK": ("", "number of this worker on its host; chooses the CUDA device; default: the launcher's"),
     "KVSTORE_ATTEMPT": ("", "how often the job was restarted; each attempt has its own tables on the servers"),
     "KVSTORE_WORKER_MEMORY": (

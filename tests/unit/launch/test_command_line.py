@@ -91,7 +91,7 @@ def test_servers_are_supervised_where_they_come_back_with_their_weights(
     given: list[tuple[Any, ...]], flags: list[str], supervised: bool
 ) -> None:
     assert kvlaunch.main(["-n", "1", "-s", "2", *flags, "true"]) == 0
-    _, _, servers, *_, restarts, restarts_of_lost, _ = given[-1]
+    _, _, servers, *_, restarts, restarts_of_lost, _, _ = given[-1]
     assert restarts == (3 if flags else 0)
     assert restarts_of_lost == 0
     for command in servers:
@@ -102,7 +102,7 @@ def test_servers_are_supervised_where_they_come_back_with_their_weights(
 def test_lost_servers_are_started_again_where_they_write_snapshots(given: list[tuple[Any, ...]]) -> None:
     flags = ["--restart", "3", "--state-dir", "there", "--snapshot-every", "7"]
     assert kvlaunch.main(["-n", "1", *flags, "true"]) == 0
-    _, _, _, environ, *_, restarts_of_lost, _ = given[-1]
+    _, _, _, environ, *_, restarts_of_lost, _, _ = given[-1]
     assert restarts_of_lost == 3
     assert (environ["KVSTORE_STATE_DIR"], environ["KVSTORE_SNAPSHOT_EVERY"]) == ("there", "7")
 
@@ -191,7 +191,7 @@ def test_a_range_starts_the_most_workers_and_waits_for_none_that_nobody_restarts
     kvlaunch.main(["-n", "2..8", "python", "train.py"])
     kvlaunch.main(["-n", "2..8", "--restart", "1", "python", "train.py"])
     kvlaunch.main(["-n", "8", "python", "train.py"])
-    assert [(one[1], one[-1]) for one in given] == [(8, (2, 8)), (8, (2, 8)), (8, None)]
+    assert [(one[1], one[-2]) for one in given] == [(8, (2, 8)), (8, (2, 8)), (8, None)]
     timeouts = [one[3].get("KVSTORE_REJOIN_TIMEOUT") for one in given]
     assert timeouts == ["0.001", None, None]
 
@@ -231,3 +231,23 @@ def test_commands_say_a_version(main: Callable[[list[str]], int], capsys: pytest
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert (caught.value.code, *capsys.readouterr()) == (0, f"{__version__}\n", "")
+
+
+def test_backup_workers_go_to_the_launcher(given: list[tuple[Any, ...]]) -> None:
+    kvlaunch.main(["-n", "2..4", "--backup-workers", "1", "python", "train.py"])
+    kvlaunch.main(["-n", "2..4", "python", "train.py"])
+    assert [one[-1] for one in given] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "4", "--backup-workers", "1"], "-n MIN..MAX"),
+        (["-n", "2..4", "--backup-workers", "4"], "leaves none of 4"),
+        (["-n", "2..4", "--backup-workers", "-1"], "backup-workers"),
+    ],
+)
+def test_backup_workers_that_cannot_be_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in said(capsys, *arguments, "python", "train.py")

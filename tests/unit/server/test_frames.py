@@ -42,7 +42,9 @@ REQUESTS: list[Any] = [
     m.SliceState(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
     m.Heartbeat(),
     m.Heartbeat(b"\x81\xa5steps\x07"),
-    m.GetStatus(),
+    m.Members(1, 7, 3, (0, 2), 5, (b"a", b"b"), 1, True),
+    m.LeftOut(1, 7, 6, True, (2, 3), (0, 2), 5, 1, 4, (2,), (b"a", b"b")),
+    m.CloseRound(1, 7, 3, (0, 2)),
     m.Leave("done", True),
     m.Stats(),
     m.Command(7, "größe".encode()),
@@ -212,7 +214,7 @@ def hello(**wrong: Any) -> bytes:
         "nonce": bytes(16),
         "sockets": [b"a" * 16, b"b" * 16],
     }
-    return bytes(msgpack.packb([*{**right, **wrong}.values(), "sync", 0, False, False, False, 0, 0, 0]))
+    return bytes(msgpack.packb([*{**right, **wrong}.values(), "sync", 0, False, False, False, 0, 0, 0, 0]))
 
 
 def register(spec: list[Any]) -> bytes:
@@ -249,7 +251,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
     [
         (HELLO, [b"\xc1"], "cannot be decoded"),
         (HELLO, [b""], "cannot be decoded"),
-        (HELLO, [b"\x90"], "must hold 17 values"),
+        (HELLO, [b"\x90"], "must hold 18 values"),
         (HELLO, [b"\x90", b"\x90"], "has 2 frames, expected 1"),
         (HELLO, [hello(namespace=1)], "Hello.namespace must be str"),
         (HELLO, [hello(rank=True)], "Hello.rank must be int"),
@@ -285,10 +287,10 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (CONTRIBUTE, contribute(hold=-1.0), "norm of type -1"),
         (CONTRIBUTE, contribute(hold=float("nan")), "norm of type nan"),
         (CONTRIBUTE, contribute(extra=[]), "must name"),
-        (CONTRIBUTE, contribute(extra=[b"", b"", [], bytes(m.MAX_CLIENT_STATE + 1), -1, []]), "65537 bytes"),
-        (CONTRIBUTE, contribute(extra=[b"", b"", ["x"], b"", -1, []]), "list of .table, key."),
-        (CONTRIBUTE, contribute(extra=[b"", b"", [[1, "x"]], b"", -1, []]), "list of .table, key."),
-        (CONTRIBUTE, contribute(extra=[b"", b"", [], b"", 1, ["x"]]), "list of ranks"),
+        (CONTRIBUTE, contribute(extra=[b"", b"", [], bytes(m.MAX_CLIENT_STATE + 1), -1, [], 0, False]), "65537 bytes"),
+        (CONTRIBUTE, contribute(extra=[b"", b"", ["x"], b"", -1, [], 0, False]), "list of .table, key."),
+        (CONTRIBUTE, contribute(extra=[b"", b"", [[1, "x"]], b"", -1, [], 0, False]), "list of .table, key."),
+        (CONTRIBUTE, contribute(extra=[b"", b"", [], b"", 1, ["x"], 0, False]), "list of ranks"),
         (m.Gathered((b"",)), [msgpack.packb([["text"]])], "Gathered.parts must be"),
         (m.Resolve(0, 0, 1.0, None, False), [b"1234"], "4 bytes, expected 40"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(flags=4), "flags 0x4"),

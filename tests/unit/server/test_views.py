@@ -18,7 +18,7 @@ def test_a_rank_that_asks_joins_at_the_end_of_the_round() -> None:
     views.joining.add(5)
     assert views.end_round(7, True) == []
     assert views.current == View(1, (0, 1, 2, 5))
-    assert (views.since, views.ended) == ({5: 7}, 0)
+    assert (views.since, views.ended) == ({5: 7}, View(0, (0, 1, 2)))
 
 
 def test_another_server_makes_no_view() -> None:
@@ -90,3 +90,96 @@ def test_limits_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError):
         Views(capacity, initial_workers, min_workers)
+
+
+def backup_views(initial_workers: int = 4, min_workers: int = 2, backup_workers: int = 1) -> Views:
+    """Views after the first round, which takes all."""
+    views = Views(8, initial_workers, min_workers, backup_workers)
+    assert views.current == View(0, tuple(range(initial_workers)))
+    views.end_round(1, True)
+    return views
+
+
+def test_rounds_after_the_first_one_leave_out_as_many_as_there_are_backup_workers() -> None:
+    assert backup_views().current == View(1, (0, 1, 2, 3), 1)
+    assert backup_views(backup_workers=2).current.counted == 2
+
+
+def test_no_round_takes_fewer_than_must_be_left() -> None:
+    assert backup_views(4, 3, 2).current.spare == 1
+    assert backup_views(3, 3, 2).current.spare == 0
+
+
+def test_a_closed_round_has_those_that_have_committed_it_and_the_next_one_has_all() -> None:
+    views = backup_views()
+    views.close(1, [3, 0, 2])
+    assert views.current == View(2, (0, 2, 3), 0, 1)
+    assert (views.late, views.members, views.left_out) == ({1}, {0, 1, 2, 3}, {1: 1})
+    assert views.is_complete(1, 3)
+    assert not views.is_complete(2, 3)
+    assert views.end_round(2, True) == []
+    assert (views.current, views.ended) == (View(3, (0, 1, 2, 3), 1), View(2, (0, 2, 3), 0, 1))
+    assert not views.late
+
+
+def test_a_round_of_which_it_is_not_known_who_counts_is_not_complete() -> None:
+    views = backup_views()
+    assert not any(views.is_complete(1, count) for count in range(5))
+
+
+def test_commits_of_a_closed_round_count_under_its_view_and_the_one_before() -> None:
+    views = backup_views()
+    views.close(1, [0, 1, 2])
+    assert [views.takes(0, number, 1) for number in range(4)] == [False, True, True, False]
+    assert not views.takes(3, 1, 1)
+    assert not views.takes(0, 2, 2)
+    views.end_round(2, True)
+    assert [views.has_counted(0, number) for number in range(4)] == [False, True, True, False]
+    assert not views.has_counted(3, 1)
+
+
+def test_another_server_keeps_commits_only_under_the_view_that_is_closed() -> None:
+    views = backup_views()
+    closed = View(2, (0, 1, 2), 0, 1)
+    assert views.follows(closed)
+    assert not views.follows(closed._replace(number=3))
+    assert not views.follows(View(2, (0, 1, 2), 0))
+    assert views.adopt(closed) == []
+    assert (views.current, views.left_out) == (closed, {3: 1})
+
+
+def test_after_a_closed_round_has_failed_all_are_members_of_the_next_one() -> None:
+    views = backup_views()
+    assert not views.reopen()
+    views.close(1, [0, 1, 2])
+    assert views.reopen()
+    assert views.current == View(3, (0, 1, 2, 3), 1)
+
+
+def test_a_rank_that_leaves_a_closed_round_is_gone_at_its_end() -> None:
+    views = backup_views()
+    views.close(1, [0, 1, 2])
+    views.leaving.add(3)
+    assert views.remove(committed=[0, 1, 2]) == []
+    assert views.end_round(2, True) == [3]
+    assert views.current == View(3, (0, 1, 2), 1)
+
+
+@pytest.mark.parametrize("view", [View(2, (0, 1), 2), View(2, (0, 1), -1), View(2, (0, 1, 2), 1, 1)])
+def test_a_view_that_leaves_out_what_it_cannot_is_refused(view: View) -> None:
+    with pytest.raises(ProtocolError):
+        backup_views().check(1, view)
+
+
+def test_what_is_stored_of_a_closed_round_comes_back() -> None:
+    views, again = backup_views(), Views(8, 4, 2, 1)
+    views.end_round(2, True)
+    views.close(2, [0, 1, 3])
+    again.restore(views.export())
+    assert vars(again) == vars(views)
+
+
+@pytest.mark.parametrize("backup_workers", [-1, 4, 5])
+def test_backup_workers_that_leave_none_are_refused(backup_workers: int) -> None:
+    with pytest.raises(ConfigurationError):
+        Views(8, 4, 2, backup_workers)

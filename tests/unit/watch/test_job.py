@@ -190,3 +190,10 @@ def test_of_workers_that_have_ended_or_share_their_rounds_none_is_behind() -> No
     for workers in (ended, [worker(0), worker(1)]):
         facts = server(job(workers))
         assert seen([facts], [facts]).jobs[0].last is None
+
+
+def test_how_many_rounds_a_worker_was_left_out_of_is_what_the_server_says_that_knows_most() -> None:
+    told = [worker(0), worker(1, left_out=3)], [worker(0, left_out=1), worker(1, left_out=2)]
+    servers = [server(job(one), server=at, num_servers=2) for at, one in enumerate(told)]
+    [shown] = seen(servers, servers).jobs
+    assert [one.left_out for one in shown.workers] == [1, 3]
