@@ -26,6 +26,7 @@ from kvstore_server.errors import (
 from kvstore_server.failpoints import failpoint
 from kvstore_server.protocol import messages as m
 from kvtrainer.client.session import Session
+from kvtrainer.client.snapshots import read_offer
 
 _log = logging.getLogger(__name__)
 
@@ -190,6 +191,7 @@ def load(session: Session, tag: str) -> None:
     offers = _find_save_offers(session, tag)
     if any(offer.is_loaded for offer in offers):
         _log.info("this job has loaded %r before, and goes on from where it is", tag)
+        _tell_others_to_load(session, tag, offers)
         return
     chosen = choose_save(tag, offers)
     # All of it is read before anything is given up.
@@ -199,6 +201,19 @@ def load(session: Session, tag: str) -> None:
     session.call_all(checks, timeout)
     generation = 1 + max(offer.generation for offer in offers)
     session.go_back(chosen.round, generation, chosen.holders, tag, chosen.save)
+
+
+def _tell_others_to_load(session: Session, tag: str, offers: Sequence[SaveOffer]) -> None:
+    """If another worker is just telling the servers to load a tag, tell those that it has yet to tell.
+
+    Otherwise they would give up what this worker has begun there meanwhile.
+    """
+    newest = max(offer.generation for offer in offers)
+    first = next(at for at, offer in enumerate(offers) if offer.generation == newest)
+    state = read_offer(session.call(first, m.Snapshot("list")))
+    if state.tag == tag and any(offer.generation < newest for offer in offers):
+        holders = choose_save(tag, offers).holders
+        session.go_back(state.restored, state.generation, holders, tag, state.save)
 
 
 def _request_of_saved_part(body: m.Snapshot, has_tables: bool) -> m.Snapshot:

@@ -103,7 +103,10 @@ def choose_cut(offers: Sequence[SnapshotOffer]) -> SnapshotChoice | None:
     ahead = [at for at, one in enumerate(offers) if newest and one.generation == newest]
     lost = [at for at in needed if offers[at].round < 0 or offers[at].generation < newest]
     if not lost:
-        return None
+        # Perhaps another worker is just telling them to begin again, and nobody has given first values since.
+        begins = bool(ahead) and not needed and len(ahead) < len(offers)
+        begins = begins and all(offers[at].restored == 0 and offers[at].round < 0 for at in ahead)
+        return SnapshotChoice(_BEGINNING, newest) if begins else None
     latest = max(_common_cuts(offers), key=lambda cut: cut.round, default=None)
     # 2. Some servers may have gone back already, told by another worker that has yet to tell the others, or that died
     # before. They go on from there, as long as no round has ended since.

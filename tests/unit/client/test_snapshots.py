@@ -146,6 +146,15 @@ def test_workers_that_come_together_begin_again_once_if_a_server_without_tables_
     assert choose_cut([told, *others]) == SnapshotChoice(OfferedSnapshot(0, frozenset()), 1)
 
 
+@pytest.mark.parametrize(("round_", "is_followed"), [(-1, True), (0, False)])
+def test_a_worker_that_comes_while_another_one_tells_the_servers_to_begin_again_tells_the_rest(
+    round_: int, is_followed: bool
+) -> None:
+    told = returned(round_, 0)
+    expected = SnapshotChoice(OfferedSnapshot(0, frozenset()), 1) if is_followed else None
+    assert choose_cut([told, offer(0)]) == expected
+
+
 @pytest.mark.parametrize("answer", [m.Status({"round": "many"}), m.Status({}), m.Pending((), "")])
 def test_an_answer_that_is_no_offer_is_a_protocol_error(answer: m.ReplyBody) -> None:
     with pytest.raises(ProtocolError):

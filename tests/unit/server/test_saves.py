@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -18,6 +21,9 @@ from kvstore_server.errors import (
     UnknownNameError,
 )
 from kvstore_server.protocol import messages as m
+from kvtrainer.client import session
+from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.session import SessionOptions
 from tests.support.engines import plan_of
 from tests.support.snapshots import Immediately, SnapshotJob, SnapshotServers, plain_engines
 from tests.unit.server.test_snapshots import CASES, DENSE, FullDisk, adam
@@ -131,6 +137,33 @@ def test_a_job_loads_a_tag_once_so_a_worker_that_is_started_again_goes_on(
     if is_lost:
         there.lose()
     assert SnapshotJob(there, DENSE, adam(), tag="a").round == (4 if is_lost else 6)
+
+
+def test_a_worker_that_calls_load_while_another_one_tells_the_servers_tells_the_rest(
+    servers: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = servers(3)
+    job = SnapshotJob(there, DENSE, adam())
+    job.train(4)
+    job.save("half")
+    job.close()
+    loopback = partial(Loopback, list(there.engines), time.monotonic)
+    first, second = (
+        Client(loopback(), SessionOptions("job", rank, 2, address=f"h:{rank}", resumes=True), time.monotonic)
+        for rank in range(2)
+    )
+    first.connect()
+    second.connect()
+    interrupt = Mock(side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "failpoint", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            first.load("half")
+    assert interrupt.mock_calls == [call("worker.connect.next_return")]
+    assert ["job" in one._lineages for one in there.engines] == [True, False, False]
+    second.load("half")
+    assert [one._lineages["job"].generation for one in there.engines] == [1, 1, 1]
+    assert {one._lineages["job"].round for one in there.engines} == {4}
 
 
 def test_a_server_that_is_lost_after_all_have_loaded_follows_the_others(servers: Make) -> None:
