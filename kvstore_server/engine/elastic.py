@@ -146,17 +146,17 @@ class MemberChanges:
             return []
         return [out for waiter in waiters for out in tell_members(space, waiter)]
 
-    def close_round(self, space: Namespace) -> list[m.Outgoing]:
+    def close_round(self, space: Namespace, now: float) -> list[m.Outgoing]:
         """On the coordinator: once enough members have committed the open round, go on without the others."""
         views, shared = space.views, space.rounds.shared
-        if views is None or not views.current.spare or not space.is_coordinator:
+        if views is None or not views.current.num_backup or not space.is_coordinator:
             return []
         [table] = space.tables
         if int(shared.num_committed[table.number]) < views.current.counted:
             return []
         committed = [rank for rank in shared.members if shared.has_committed(rank, table.number)]
         views.close(shared.number(table.number), committed)
-        _keep_counted(space)
+        _keep_counted(space, now)
         waiters = [shared.inputs[rank].waiters[table.number] for rank in committed]
         return [out for one in waiters if one is not None for out in tell_closed(space, one, views.current)]
 
@@ -219,7 +219,7 @@ def _views_of(space: Namespace, table: int, rank: int) -> Views:
 def view_of(body: m.Contribute) -> MemberView:
     """Return the view with which a rank commits."""
     closes = int(body.commits[0, 1]) if body.closes else -1
-    return MemberView(body.view, body.members, body.spare, closes)
+    return MemberView(body.view, body.members, body.num_backup, closes)
 
 
 def check_view(
@@ -273,7 +273,7 @@ def adopt(space: Namespace, view: MemberView, now: float) -> None:
     _forget_commits(space)
 
 
-def _keep_counted(space: Namespace, now: float = 0.0) -> None:
+def _keep_counted(space: Namespace, now: float) -> None:
     """Go on with those that the closed round takes; others are answered when it is over."""
     [table], shared, views = space.tables, space.rounds.shared, space.views
     assert views is not None
@@ -292,7 +292,7 @@ def _comes_too_late(space: Namespace, rank: int, number: int, round_: int, view:
     if round_ >= opened:
         return round_ == opened and is_left_out(space, rank, opened)
     if not shared.was_applied(number, round_):
-        return view.spare > 0  # others may have been changing the weights while this rank computed
+        return view.num_backup > 0  # others may have been changing the weights while this rank computed
     has_counted = round_ == opened - 1 and views.has_counted(rank, view.number)
     return not has_counted and not (round_ == opened - 1 and views.is_conflict(view.number))
 
@@ -335,7 +335,7 @@ def _tell_left_out(space: Namespace, rank: int, waiter: Waiter, version: int, fl
     closed = views.ended if is_closed else MemberView(-1, ())
     left_out = m.LeftOut(
         number, opened, applied, end is not None and end.is_skipped, () if end is None else end.left_out,
-        view.ranks, view.number, view.spare, closed.number, closed.ranks, states,
+        view.ranks, view.number, view.num_backup, closed.number, closed.ranks, states,
     )  # fmt: skip
     replies: list[m.ReplyBody] = [left_out]
     if flags & m.WANTS_WEIGHTS and flags & m.WANTS_DELTA:
@@ -416,16 +416,16 @@ def tell_closed(space: Namespace, waiter: Waiter, closed: MemberView) -> list[m.
 def tell_members(space: Namespace, waiter: Waiter) -> list[m.Outgoing]:
     """Tell who takes part in the open round."""
     assert space.views is not None
-    [table], (number, ranks, spare, _) = space.tables, space.views.current
+    [table], (number, ranks, num_backup, _) = space.tables, space.views.current
     opened = space.rounds.shared.number(table.number)
-    members = m.Members(table.number, opened, number, ranks, spare=spare)
+    members = m.Members(table.number, opened, number, ranks, num_backup=num_backup)
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, members))]
 
 
 def _welcome(space: Namespace, rank: int, waiter: Waiter) -> list[m.Outgoing]:
     """Tell a member since when it is one, and what it needs to begin where the others were then."""
     assert space.views is not None
-    [table], (number, ranks, spare, _) = space.tables, space.views.current
+    [table], (number, ranks, num_backup, _) = space.tables, space.views.current
     since = space.views.since.get(rank, 0)
     states: list[bytes] = []
     for other in ranks:
@@ -434,5 +434,5 @@ def _welcome(space: Namespace, rank: int, waiter: Waiter) -> list[m.Outgoing]:
             states = of_other
             break
     opened = space.rounds.shared.number(table.number)
-    members = m.Members(table.number, opened, number, ranks, since, tuple(states), spare)
+    members = m.Members(table.number, opened, number, ranks, since, tuple(states), num_backup)
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, members))]

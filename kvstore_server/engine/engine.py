@@ -246,9 +246,9 @@ class Engine:
         self._durability.undo()
 
         def make_space(
-            name: str, num_workers: int, mode: Mode, number: int, range_: tuple[int, int, int]
+            name: str, num_workers: int, mode: Mode, number: int, limits: tuple[int, int, int]
         ) -> Namespace:
-            space = self._make_space(name, num_workers, mode, now, range_, number)
+            space = self._make_space(name, num_workers, mode, now, limits, number)
             space.begin()
             return space
 
@@ -538,7 +538,7 @@ class Engine:
                 table.hyper.set(rank, body.hyper)
         # 4. End the rounds that are complete now.
         if space.views is not None:
-            out += self._changes.close_round(space)
+            out += self._changes.close_round(space, now)
             return out + self._finish_if_complete(space, now)
         committed = tracker.num_committed[batch.numbers]
         num_complete = committed.tolist().count(tracker.num_members)
@@ -1217,18 +1217,18 @@ class Engine:
         num_workers: int,
         mode: Mode,
         now: float,
-        range_: tuple[int, int, int],
+        limits: tuple[int, int, int],
         number: int | None = None,
     ) -> Namespace:
-        """`range_`: how many ranks begin, how many must be left, and how many a round leaves out, if members may
+        """`limits`: how many ranks begin, how many must be left, and how many a round leaves out, if members may
         change; otherwise zeros.
         """
-        if range_ != (0, 0, 0) and (not mode.is_sync or mode.by_host):
+        if limits != (0, 0, 0) and (not mode.is_sync or mode.by_host):
             raise ConfigurationError(
                 f"the members of namespace {name!r} may change, which is possible with synchronous rounds of single "
                 f"workers only; its mode is {mode}"
             )
-        views = None if range_ == (0, 0, 0) else Views(num_workers, *range_)
+        views = None if limits == (0, 0, 0) else Views(num_workers, *limits)
         durable = None if self._durability is None else self._durability.begin(name, number)
         resumable = self._resumable.setdefault(_job_of(name), set())
         space = Namespace(

@@ -34,7 +34,7 @@ class MemberView(NamedTuple):
     number: int
     ranks: tuple[int, ...]
     """Ascending."""
-    spare: int = 0
+    num_backup: int = 0
     """How many of them each round leaves out."""
     closes: int = -1
     """The only round of which these ranks are the members; -1: the members of all rounds up to the next view."""
@@ -42,7 +42,7 @@ class MemberView(NamedTuple):
     @property
     def counted(self) -> int:
         """The contributions of how many ranks a round takes."""
-        return len(self.ranks) - self.spare
+        return len(self.ranks) - self.num_backup
 
 
 class Views:
@@ -156,7 +156,7 @@ class Views:
     def is_complete(self, round_: int, num_committed: int) -> bool:
         """Return whether a round is complete that this many ranks have committed."""
         view = self.current
-        return not view.spare and view.closes in (-1, round_) and num_committed == len(view.ranks)
+        return not view.num_backup and view.closes in (-1, round_) and num_committed == len(view.ranks)
 
     def keep_returned(self, rank: int) -> None:
         """Keep a lost rank as a member, because its next process has connected in time."""
@@ -180,7 +180,7 @@ class Views:
         ranks = members | joined
         gone = sorted(self.leaving & ranks)[: len(ranks) - self.min_workers]
         left = ranks.difference(gone)
-        if left != set(self.current.ranks) or self.current.spare != self._spare(len(left)):
+        if left != set(self.current.ranks) or self.current.num_backup != self._num_backup(len(left)):
             self._replace(left)
         return gone
 
@@ -201,11 +201,11 @@ class Views:
         is_listed = (
             ranks == tuple(sorted(set(ranks))) and ranks and ranks[0] >= 0 and ranks[-1] < self.capacity
         )
-        is_possible = 0 <= view.spare < max(len(ranks), 1) and not (view.spare and view.closes >= 0)
+        is_possible = 0 <= view.num_backup < max(len(ranks), 1) and not (view.num_backup and view.closes >= 0)
         if view.number < 0 or not is_listed or rank not in ranks or not is_possible:
             raise ProtocolError(
                 f"rank {rank} commits with view {view.number} of ranks {ranks!r:.80}, of which a round leaves out "
-                f"{view.spare}; it must name distinct ranks below {self.capacity} in ascending order, and itself"
+                f"{view.num_backup}; it must name distinct ranks below {self.capacity} in ascending order, and itself"
             )
         if view.number == self.current.number and view != self.current:
             raise ProtocolError(
@@ -223,7 +223,7 @@ class Views:
             "number": self.current.number,
             "members": list(self.current.ranks),
             "joining": sorted(self.joining),
-            "backup": self.current.spare,
+            "backup": self.current.num_backup,
             "least": self.min_workers,
             "most": self.capacity,
         }
@@ -236,13 +236,13 @@ class Views:
         self.current, self.ended = _restore_view(current), _restore_view(ended)
         self.since, self.late, self.left_out = dict(since), set(late), dict(left_out)
 
-    def _spare(self, num_ranks: int) -> int:
+    def _num_backup(self, num_ranks: int) -> int:
         """Return how many of so many ranks the rounds after the first one leave out."""
         return max(min(self.backup_workers, num_ranks - self.min_workers), 0) if self.ended.ranks else 0
 
     def _replace(self, ranks: Collection[int]) -> None:
-        number, spare = self.current.number + 1, self._spare(len(ranks))
-        self.current = MemberView(number, tuple(sorted(ranks)), spare)
+        number, num_backup = self.current.number + 1, self._num_backup(len(ranks))
+        self.current = MemberView(number, tuple(sorted(ranks)), num_backup)
         self.late.clear()
         self.leaving.intersection_update(ranks)
 
@@ -257,5 +257,5 @@ def check_backup_workers(number: int, num_workers: int) -> None:
 
 
 def _restore_view(values: Sequence[Any]) -> MemberView:
-    number, ranks, spare, closes = values
-    return MemberView(number, tuple(ranks), spare, closes)
+    number, ranks, num_backup, closes = values
+    return MemberView(number, tuple(ranks), num_backup, closes)

@@ -5,7 +5,7 @@
 
     contribute   numbers of pushes and commits, rescale, timeout, hold; the matrix of pushes; that of commits
                  then, unless all are empty, msgpack [encoding, hyper-parameters, absent keys, client state, view,
-                 members, spare, closes] | the payloads
+                 members, num_backup, closes] | the payloads
     pull         timeout, round; the numbers of the tables
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
@@ -371,7 +371,7 @@ def _encode_contribute(body: m.Contribute) -> list[bytes]:
     rescale = math.nan if body.rescale is None else body.rescale
     head = _CONTRIBUTE.pack(len(body.pushes), len(body.commits), rescale, body.timeout, body.hold)
     has_extra = body.encoding or body.hyper or body.absent or body.client_state or body.view >= 0
-    view = [body.view, body.members, body.spare, body.closes]
+    view = [body.view, body.members, body.num_backup, body.closes]
     fields_ = [body.encoding, body.hyper, body.absent, body.client_state, *view]
     extra = pack_control(fields_) if has_extra else b""
     return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes(), extra))]
@@ -410,10 +410,10 @@ def _decode_extra(packed: memoryview, into: m.Contribute) -> None:
     kinds = [bytes, bytes, list, bytes, int, list, int, bool]
     if not (isinstance(extra, list) and list(map(type, extra)) == kinds):
         raise ProtocolError(
-            "a contribution must name [encoding, hyper-parameters, absent keys, client state, view, members, spare, "
-            "closes]"
+            "a contribution must name [encoding, hyper-parameters, absent keys, client state, view, members, "
+            "num_backup, closes]"
         )
-    encoding, hyper, absent, state, view, members, spare, closes = extra
+    encoding, hyper, absent, state, view, members, num_backup, closes = extra
     if len(state) > m.MAX_CLIENT_STATE:
         raise ProtocolError(f"a client state has {len(state)} bytes; up to {m.MAX_CLIENT_STATE} are allowed")
     if not all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in absent):
@@ -422,7 +422,7 @@ def _decode_extra(packed: memoryview, into: m.Contribute) -> None:
         raise ProtocolError("the members of a view must be a list of ranks")
     into.encoding, into.hyper, into.client_state = encoding, hyper, state
     into.absent = tuple([(table, key) for table, key in absent])
-    into.view, into.members, into.spare, into.closes = view, tuple(members), spare, closes
+    into.view, into.members, into.num_backup, into.closes = view, tuple(members), num_backup, closes
 
 
 def _encode_resolve(resolve: m.Resolve) -> list[bytes]:

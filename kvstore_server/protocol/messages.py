@@ -198,7 +198,7 @@ class Contribute:
     """If the members may change: the number of the view with which this rank commits."""
     members: tuple[int, ...] = ()
     """The ranks of that view."""
-    spare: int = 0
+    num_backup: int = 0
     """How many of them each round leaves out."""
     closes: bool = False
     """Whether it is the view of this round alone, of the ranks with which the coordinator has closed it."""
@@ -577,7 +577,7 @@ class Members:
     """Answering JoinRounds: the first round of which this rank is a member."""
     client_states: tuple[bytes, ...] = ()
     """Answering JoinRounds: what another rank's latest commits before that round brought, in order."""
-    spare: int = 0
+    num_backup: int = 0
     """How many of the ranks each round leaves out."""
     closes: bool = False
     """Whether they are the ranks of this round alone, which have committed it before the others."""
@@ -603,7 +603,7 @@ class LeftOut:
     """The ranks of the open round."""
     view: int
     """The number of their view."""
-    spare: int
+    num_backup: int
     """How many of them the open round leaves out."""
     closed_view: int = -1
     """From the coordinator: the number of the view with which it has closed the last round; -1: it has not."""

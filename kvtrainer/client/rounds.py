@@ -122,7 +122,7 @@ class Rounds:
         round_.is_for_training = buffers is None
         if tables and tables[0].view is not None and (repeats_commit or not is_read):
             round_.coordinator = tables[0].coordinator
-            round_.needs_closing = tables[0].view.spare > 0 and not is_read
+            round_.needs_closing = tables[0].view.num_backup > 0 and not is_read
             round_.follows, round_.asked = follows >= 0, follows
         # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
@@ -602,7 +602,7 @@ class Rounds:
     def _receive_next_members(self, round_: Round, request: ServerRequest, at: int, told: m.Members) -> None:
         table = request.layout.tables[at]
         if told.round == table.round + 1 and request.server == round_.coordinator:
-            round_.next_views[table.name] = MemberView(told.view, told.ranks, told.spare)
+            round_.next_views[table.name] = MemberView(told.view, told.ranks, told.num_backup)
             if at in request.complete:
                 round_.finish(request, [at])
 
@@ -635,8 +635,8 @@ class Rounds:
             return
         failpoint("worker.members.changed")
         # 2. Answers to the former commits do not count any more.
-        table.view = MemberView(told.view, told.ranks, told.spare)
-        round_.needs_closing = told.spare > 0
+        table.view = MemberView(told.view, told.ranks, told.num_backup)
+        round_.needs_closing = told.num_backup > 0
         round_.contribution = round_.contribution.over(table.view.counted)
         round_.decided.pop(table.name, None)
         for one, _ in round_.server_requests_of(table):
@@ -679,7 +679,7 @@ class Rounds:
         round_.contribution = round_.contribution._replace(guard=None)
         round_.needs_closing = False
         if request.server == round_.coordinator:
-            round_.next_views[table.name] = MemberView(told.view, told.members, told.spare)
+            round_.next_views[table.name] = MemberView(told.view, told.members, told.num_backup)
             for one, _ in round_.server_requests_of(table):
                 self._pass_on_closing(round_, one)
 

@@ -166,7 +166,7 @@ class ServerRequest:
             timeout=round_.session.options.timeout,
             view=view.number,
             members=view.ranks,
-            spare=view.spare,
+            num_backup=view.num_backup,
         )
 
     def _view(self, round_: RoundInputs) -> MemberView:
@@ -266,7 +266,7 @@ class ServerRequest:
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
         body.client_state = contribution.client_state
         view = self._view(round_)
-        body.view, body.members, body.spare, body.closes = *view[:3], view.closes >= 0
+        body.view, body.members, body.num_backup, body.closes = *view[:3], view.closes >= 0
         if contribution.absent:
             body.absent = tuple(itertools.product(commits[:, 0].tolist(), sorted(contribution.absent)))
         if contribution.guard is not None:

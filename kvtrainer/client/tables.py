@@ -309,14 +309,14 @@ class RemoteTable:
         Then it begins with what another rank has left for its successor.
         """
         assert self.takeover is not None
-        self.view = MemberView(told.view, told.ranks, told.spare)
+        self.view = MemberView(told.view, told.ranks, told.num_backup)
         committed = {server: max(one, told.since - 1) for server, one in self.takeover.committed.items()}
         states = {-1: told.client_states, **self.takeover.client_states}
         self.takeover = Takeover(committed, states)
 
     def follow(self, told: m.LeftOut) -> None:
         """Go on with the open round of the others, after a round without this rank."""
-        self.view = MemberView(told.view, told.members, told.spare)
+        self.view = MemberView(told.view, told.members, told.num_backup)
         self.resume(told.round, True)
 
     def record_takeover(self, server: int, registered: m.Registered) -> None:

@@ -252,32 +252,32 @@ def members_of(trainer: kvtrainer.Trainer) -> list[int]:
     return list(view["members"])
 
 
+def run_with_a_death(point: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Take 30 steps with 4 workers and 2 servers, one of which kills itself at a failpoint and comes back."""
+    monkeypatch.setenv("KVSTORE_FAILPOINT", point)
+    monkeypatch.setenv("KVSTORE_FAILPOINT_DIR", str(folder))
+    with kvtrainer.local_cluster(
+        "2..4", 2, server_args=["--spread-from", "1"], restart=1, backup_workers=1
+    ) as cluster:
+        found: list[Any] = cluster.run(train_with_pauses, str(folder), 30, {})
+    assert [path.name for path in folder.iterdir()]
+    return found
+
+
 @pytest.mark.parametrize(
     "point", ["server.commit.begin@0:40", "server.commit.logged@1:50", "server.commit.begin@1:61"]
 )
 def test_servers_that_come_back_go_on_with_those_that_count(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVSTORE_FAILPOINT", point)
-    monkeypatch.setenv("KVSTORE_FAILPOINT_DIR", str(tmp_path))
-    with kvtrainer.local_cluster(
-        "2..4", 2, server_args=["--spread-from", "1"], restart=1, backup_workers=1
-    ) as cluster:
-        found = cluster.run(train_with_pauses, str(tmp_path), 30, {})
-    assert [path.name for path in tmp_path.iterdir()]
+    found = run_with_a_death(point, tmp_path, monkeypatch)
     check_totals(found, 30)
 
 
 def test_workers_that_are_killed_and_started_again_take_part_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVSTORE_FAILPOINT", "worker.round.committed@2:9")
-    monkeypatch.setenv("KVSTORE_FAILPOINT_DIR", str(tmp_path))
-    with kvtrainer.local_cluster(
-        "2..4", 2, server_args=["--spread-from", "1"], restart=1, backup_workers=1
-    ) as cluster:
-        found = cluster.run(train_with_pauses, str(tmp_path), 30, {})
-    assert [path.name for path in tmp_path.iterdir()]
+    found = run_with_a_death("worker.round.committed@2:9", tmp_path, monkeypatch)
     totals = {key: found[0][2][key] for key in "abc"}
     assert [weights for _, _, weights in found] == [totals] * 4
     [total] = totals["a"]

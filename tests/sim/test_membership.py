@@ -147,7 +147,7 @@ class Worker:
     @property
     def is_told(self) -> bool:
         """Whether the coordinator has told all about the round."""
-        is_closed = self.view is None or not self.view.spare or self.closed is not None
+        is_closed = self.view is None or not self.view.num_backup or self.closed is not None
         return self.following is not None and (is_closed or self.state != "round")
 
     def commit(self, server: int, round_: int, flags: int, gives: int) -> m.Contribute:
@@ -159,7 +159,7 @@ class Worker:
         return m.Contribute(
             m.matrix(pushes, m.PUSH_WORDS), tuple(given),
             m.matrix([(0, round_, len(given), 0, -1, flags)], m.COMMIT_WORDS),
-            timeout=1e6, view=view.number, members=view.ranks, spare=view.spare, closes=view.closes >= 0,
+            timeout=1e6, view=view.number, members=view.ranks, num_backup=view.num_backup, closes=view.closes >= 0,
         )  # fmt: skip
 
     def receive(self, server: int, number: int, body: m.ReplyBody) -> None:
@@ -173,7 +173,7 @@ class Worker:
         elif self.state == "tell" and isinstance(body, m.Status) and number == LEAVES:
             self.state = "join"
         elif isinstance(body, m.Members) and self.state == "join":
-            self.view = MemberView(body.view, body.ranks, body.spare)
+            self.view = MemberView(body.view, body.ranks, body.num_backup)
             self.round, self.state = max(body.since, 0), "enter" if body.since else "round"
             if self.backup and body.since:
                 self.follow(body.since - 1)
@@ -234,7 +234,7 @@ class Worker:
         else:
             assert len({one.client_states for one in told.values()}) == 1, told  # the weights
             self.missed += told[0].round - self.round
-            self.view = MemberView(told[0].view, told[0].members, told[0].spare)
+            self.view = MemberView(told[0].view, told[0].members, told[0].num_backup)
             self.round = told[0].round
             self.begin_round()
 
@@ -247,7 +247,10 @@ class Worker:
             self.state = "leave"
 
     def receive_members(self, server: int, body: m.Members) -> None:
-        view, opened = MemberView(body.view, body.ranks, body.spare), self.round - (self.state == "enter")
+        view, opened = (
+            MemberView(body.view, body.ranks, body.num_backup),
+            self.round - (self.state == "enter"),
+        )
         assert self.view is not None
         if body.closes:
             if body.round == self.round and self.state == "round":
@@ -267,7 +270,7 @@ class Worker:
 
     def give_up(self, round_: int, applied: dict[int, bool]) -> None:
         """Abort a round everywhere, before it is made again."""
-        is_undecided = self.view is not None and self.view.spare > 0 and self.closed is None
+        is_undecided = self.view is not None and self.view.num_backup > 0 and self.closed is None
         self.is_late = self.state == "follow" or is_undecided
         self.aborted, self.state, self.applied, self.undoes = round_, "give up", applied, False
         self.number += 1

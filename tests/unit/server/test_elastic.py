@@ -32,7 +32,7 @@ def test_a_rank_that_joins_is_told_that_the_round_before_has_failed() -> None:
     assert (told.code, told.table, told.round, told.next_round) == ("RoundAbortedError", 0, 1, 2)
 
 
-ALL: dict[str, Any] = {"view": 1, "members": (0, 1, 2), "spare": 1}
+ALL: dict[str, Any] = {"view": 1, "members": (0, 1, 2), "num_backup": 1}
 """The view of the rounds after the first one, which leave out one of three ranks."""
 WANTS = m.WANTS_WEIGHTS
 
@@ -63,7 +63,7 @@ def test_a_round_ends_with_the_first_that_commit_it_and_the_late_one_gets_the_we
     assert told(job, 2, 50) == told(job, 0, 51) == ["Members", "Members", "Weights"]
     closed, following = job.replies[0, 51][:2]
     assert closed == m.Members(0, 1, 2, (0, 2), closes=True)
-    assert following == m.Members(0, 2, 3, (0, 1, 2), spare=1)
+    assert following == m.Members(0, 2, 3, (0, 1, 2), num_backup=1)
     job.commit(1, 1, 100.0, flags=WANTS, number=52, **ALL)
     assert total(job) == 11.0
     assert job.replies[1, 52][0] == m.LeftOut(0, 2, 1, False, (), (0, 1, 2), 3, 1, 2, (0, 2))
@@ -154,7 +154,7 @@ class OtherServer:
         commits = [(0, round_, len(given), 0, -1, WANTS)]
         self.ask(rank, m.Contribute(
             m.matrix(pushes, m.PUSH_WORDS), tuple(given), m.matrix(commits, m.COMMIT_WORDS), timeout=30.0,
-            view=view.number, members=view.ranks, spare=view.spare, closes=view.closes >= 0,
+            view=view.number, members=view.ranks, num_backup=view.num_backup, closes=view.closes >= 0,
         ))  # fmt: skip
 
     @property

@@ -106,8 +106,8 @@ def test_rounds_after_the_first_one_leave_out_as_many_as_there_are_backup_worker
 
 
 def test_no_round_takes_fewer_than_must_be_left() -> None:
-    assert backup_views(4, 3, 2).current.spare == 1
-    assert backup_views(3, 3, 2).current.spare == 0
+    assert backup_views(4, 3, 2).current.num_backup == 1
+    assert backup_views(3, 3, 2).current.num_backup == 0
 
 
 def test_a_closed_round_has_those_that_have_committed_it_and_the_next_one_has_all() -> None:
