@@ -250,10 +250,17 @@ class Snapshots:
     def _note_problem(self, name: SnapshotName, error: BaseException) -> None:
         if name.tag:
             self._failed = name, error
-            _log.error("%s of %r was not saved: %s", name, name.job, error)
+            _log.error("%s of %r was not saved in %s: %s", name, name.job, self._folder.folder, error)
             return
         self._problem = describe(error)
-        _log.error("%s of %r was not written, training goes on: %s", name, name.job, error)
+        _log.error(
+            "%s of %r was not written to %s: %s. Training goes on; until the next one is written, a job that is lost "
+            "goes back to an earlier one. Make room there, or let the server write to it",
+            name,
+            name.job,
+            self._folder.folder,
+            error,
+        )
 
     def _remove_in_background(self, names: Sequence[SnapshotName]) -> None:
         """Take snapshots away at once, and let a thread delete them."""
