@@ -4,9 +4,10 @@
 
 Four workers, one of which computes four times as long as the others; or of each worker's steps a few take ten times as
 long; or one worker's step in each round takes four times as long, of each in turn. Sleeping stands for computing, so
-more workers than cores tell the truth. Samples of all workers in a second, of steps that all wait for (`dist_sync`, and
-gloo's all-reduce), with bounded staleness (`dist_ssp`) and without a bound (`dist_async`). The limit is the sum of what
-the workers do by themselves, without an exchange. What they learn is a linear regression; its loss after as many
+more workers than cores tell the truth. Samples of all workers in a second, of steps that all wait for (`dist_sync`,
+and gloo's all-reduce), of steps that leave out the slowest worker, whose samples then do not count
+(`dist_sync+backup`), with bounded staleness (`dist_ssp`) and without a bound (`dist_async`). The limit is the sum of
+what the workers do by themselves, without an exchange. What they learn is a linear regression; its loss after as many
 samples of all workers together, on each system, says what old weights cost.
 """
 
@@ -87,7 +88,7 @@ def _evaluate(stem: str, store: str, options: argparse.Namespace) -> suite.Value
         ValueError: the weights are wrong.
     """
     found = [dict(np.load(f"{stem}.{rank}.npz")) for rank in range(options.workers)]
-    rate = sum(len(one["seconds"]) / one["seconds"].sum() for one in found)
+    rate = sum(one["counted"].sum() / one["seconds"].sum() for one in found)
     values = {"median": 1 / rate, "amount": BATCH}
     if store == "alone":
         return values

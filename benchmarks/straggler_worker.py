@@ -33,7 +33,8 @@ _POOL = 512
 SLOWER = {"constant": 4.0, "random": 10.0, "turns": 4.0}
 """How many times longer a slow step computes: one worker's steps, a few steps of each, one worker's in each round."""
 _SHARE = 0.05
-STORES = ("dist_sync", "dist_ssp", "dist_async", "gloo", "alone")
+BACKUP = "dist_sync+backup"
+STORES = ("dist_sync", BACKUP, "dist_ssp", "dist_async", "gloo", "alone")
 
 
 class Regression:
@@ -68,7 +69,8 @@ class Training:
     """A worker, as its loop calls it."""
 
     parameters: list[Parameter]
-    step: Callable[[list[Tensor]], object]
+    step: Callable[[list[Tensor]], bool]
+    """Whether the gradients count."""
     is_over: Callable[[bool], bool]
     """Whether the loop ends, by what this worker wants."""
     version: Callable[[int], int]
@@ -96,10 +98,11 @@ def join_kvtrainer(name: str, staleness: int) -> Group:
         trainer = kvtrainer.Trainer(parameters, WORK.optimizer, {"learning_rate": RATE}, kvstore=store)
         together = store.num_workers if name == "dist_sync" else 1
 
-        def step(grads: list[Tensor]) -> None:
+        def step(grads: list[Tensor]) -> bool:
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = grad
             trainer.step(store.num_workers)
+            return True
 
         def weights() -> Array:
             latest = trainer.pull_weights()
@@ -113,6 +116,41 @@ def join_kvtrainer(name: str, staleness: int) -> Group:
     return Group(store.rank, store.barrier, start)
 
 
+def join_with_backup(rounds: int) -> Group:
+    """A Trainer whose steps leave out the slowest worker; all end after the same step, which late ones skip to."""
+    kvtrainer = importlib.import_module("kvtrainer")
+    control = kvtrainer.kvstore.create("dist_sync", namespace="control")
+    workers = control.num_workers
+    store = kvtrainer.kvstore.create("dist_sync", elastic=f"{workers - 1}..{workers}", backup_workers=1)
+
+    def start() -> Training:
+        parameters = [Parameter(torch.zeros(WORK.floats)) for _ in range(WORK.keys)]
+        trainer = kvtrainer.Trainer(parameters, WORK.optimizer, {"learning_rate": RATE}, kvstore=store)
+        trainer.resume()
+
+        def step(grads: list[Tensor]) -> bool:
+            before = trainer.num_left_out
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+            trainer.step(workers)
+            return bool(trainer.num_left_out == before)
+
+        def weights() -> Array:
+            result: Array = torch.cat([one.detach() for one in parameters]).numpy()
+            return result
+
+        return Training(
+            parameters,
+            step,
+            lambda _: bool(trainer.round >= rounds),
+            lambda _: (workers - 1) * trainer.round,
+            contextlib.nullcontext,
+            weights,
+        )
+
+    return Group(control.rank, control.barrier, start)
+
+
 def join_gloo(exchanges: bool) -> Group:
     """All-reduce, and a word in each step whether it is the last; or steps that exchange nothing."""
     group = Gloo(-1)
@@ -121,17 +159,19 @@ def join_gloo(exchanges: bool) -> Group:
         LEARNING_RATE[WORK.optimizer] = RATE
         group.begin(WORK)
 
-        def step(grads: list[Tensor]) -> None:
+        def step(grads: list[Tensor]) -> bool:
             group.assign([grad.numpy() for grad in grads])
             group.step()
+            return True
 
         def is_over(wanted: bool) -> bool:
             votes = torch.tensor([float(wanted)])
             dist.all_reduce(votes)
             return bool(votes.item() > 0)
 
-        def nothing(*_: object) -> None:
+        def nothing(*_: object) -> bool:
             """Take no step."""
+            return True
 
         rounds = (step, is_over) if exchanges else (nothing, bool)
         together = dist.get_world_size() if exchanges else 0
@@ -147,7 +187,9 @@ def main() -> None:
     options = _options()
     import_what_steps_need()
     torch.set_num_threads(1)
-    if options.store.startswith("dist_"):
+    if options.store == BACKUP:
+        group = join_with_backup(round(options.seconds / options.compute))
+    elif options.store.startswith("dist_"):
         group = join_kvtrainer(options.store, options.staleness)
     else:
         group = join_gloo(options.store == "gloo")
@@ -178,12 +220,14 @@ def _train(
     marks: str,
     options: argparse.Namespace,
 ) -> dict[str, NDArray[Any]]:
-    """Of each step within the time of `options` its seconds, and the version and loss after it; and all gradients.
+    """Of each step within the time of `options` its seconds, whether it counts, and the version and loss after it; and
+    all gradients that count.
 
     The latter as their sum, which tells what the weights should be.
     """
     compute = _compute_seconds(pattern, group.rank, options.workers, options.compute)
     seconds: list[float] = []
+    counted: list[bool] = []
     versions: list[int] = []
     losses: list[float] = []
     given = torch.zeros(WORK.keys, WORK.floats, dtype=torch.float64)  # which rounds less than the weights
@@ -195,9 +239,10 @@ def _train(
         while not training.is_over(time.perf_counter() - start > options.seconds):
             began, number = time.perf_counter(), len(seconds)
             grads = problem.gradients(training.parameters, number)
-            given += torch.stack(grads)
             time.sleep(max(began + compute(number) - time.perf_counter(), 0.0))
-            training.step(grads)
+            gradients = torch.stack(grads)
+            counted.append(training.step(grads))
+            given += gradients * counted[-1]
             seconds.append(time.perf_counter() - began)
             versions.append(training.version(number + 1))
             losses.append(problem.loss(training.parameters))
@@ -207,6 +252,7 @@ def _train(
     group.barrier()
     return {
         "seconds": np.array(seconds),
+        "counted": np.array(counted),
         "versions": np.array(versions),
         "losses": np.array(losses),
         "given": given.view(-1).numpy(),
