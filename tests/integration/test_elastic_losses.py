@@ -67,6 +67,18 @@ def train(
     return trainer, weights
 
 
+def train_to_the_end(
+    store: DistKVStore, rank: int, end: int = len(SCHEDULE), **options: Any
+) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
+    """Return the members of the last step, which can change as soon as one of them has made it, and the weights."""
+    trainer, weights = train(store, rank, end - 1, **options)
+    members = trainer.members
+    give(weights, rank, end - 1)
+    trainer.step()
+    trainer.close()
+    return members, {key: weight.detach() for key, weight in weights.items()}
+
+
 def give(weights: dict[str, torch.nn.Parameter], rank: int, step: int) -> None:
     for key, grad in gradient({k: w.detach() for k, w in weights.items()}, rank, step).items():
         weights[key].grad = grad
@@ -75,21 +87,26 @@ def give(weights: dict[str, torch.nn.Parameter], rank: int, step: int) -> None:
 def test_the_others_go_on_without_a_worker_that_fails(two_servers: list[str]) -> None:
     name = new_name()
 
-    def work(rank: int) -> dict[str, torch.Tensor]:
-        store = open_store(two_servers, rank, name)
-        trainer, weights = train(store, rank, LOST_AT if rank == 1 else len(SCHEDULE))
-        if rank == 1:
-            trainer.__exit__(ValueError, ValueError("it fails here"), None)
-        else:
-            assert trainer.members == (0, 2)
-            trainer.close()
-        return {key: weight.detach() for key, weight in weights.items()}
+    def failing_worker() -> None:
+        trainer, _ = train(open_store(two_servers, 1, name), 1, LOST_AT)
+        trainer.__exit__(ValueError, ValueError("it fails here"), None)
 
-    found = together(*[lambda rank=rank: work(rank) for rank in range(3)])
-    expected = plain_loop(SCHEDULE, sgd, None)
-    for rank in (0, 2):
-        for key, value in expected[-1].items():
-            assert torch.equal(found[rank][key], value)
+    def work(rank: int) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
+        return train_to_the_end(open_store(two_servers, rank, name), rank)
+
+    _, *found = together(failing_worker, lambda: work(0), lambda: work(2))
+    are_those_of_the_others(found, sgd)
+
+
+def are_those_of_the_others(found: Sequence[Any], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Check what `train_to_the_end` has returned to ranks 0 and 2."""
+    expected = plain_loop(SCHEDULE, make, None)[-1]
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+        members, weights = one
+        assert members == (0, 2)
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
 @contextmanager
@@ -143,22 +160,13 @@ def goes_on_after_a_partial_commit(
         return registered_optimizer.Shift(parameters, **SHIFT[1]) if kind == "shift" else sgd(parameters)
 
     def work(rank: int) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
-        trainer, weights = train(open_store(addresses, rank, name), rank, len(SCHEDULE), optimizer, **more)
-        members = trainer.members
-        trainer.close()
-        return members, {key: weight.detach() for key, weight in weights.items()}
+        return train_to_the_end(open_store(addresses, rank, name), rank, optimizer=optimizer, **more)
 
     with rank_1(die_between_commits, output, kind, str(reached), name, *addresses) as dead:
         found = together(lambda: work(0), lambda: work(2))
         assert dead.wait(60.0) == -signal.SIGKILL
     assert "made again" in caplog.text
-    expected = plain_loop(SCHEDULE, plain, None)[-1]
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-        members, weights = one
-        assert members == (0, 2)
-        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    are_those_of_the_others(found, plain)
 
 
 @pytest.mark.parametrize("reached", [0, 1])
@@ -225,17 +233,10 @@ def test_the_others_go_on_without_a_worker_that_raises_in_the_middle_of_a_step(
             trainer.step()
 
     def work(rank: int) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
-        trainer, weights = train(open_store(durable_servers, rank, name), rank, len(SCHEDULE))
-        members = trainer.members
-        trainer.close()
-        return members, {key: weight.detach() for key, weight in weights.items()}
+        return train_to_the_end(open_store(durable_servers, rank, name), rank)
 
     _, *found = together(raising_worker, lambda: work(0), lambda: work(2))
-    expected = plain_loop(SCHEDULE, sgd, None)[-1]
-    for one in found:
-        assert isinstance(one, tuple), one
-        assert one[0] == (0, 2)
-        assert all(torch.equal(one[1][key], expected[key]) for key in expected)
+    are_those_of_the_others(found, sgd)
 
 
 def pause(name: str, *addresses: str) -> None:
@@ -251,10 +252,7 @@ def test_a_worker_that_was_paused_for_too_long_is_fenced(two_servers: list[str],
     name, output = new_name(), tmp_path / "output"
 
     def work(rank: int) -> tuple[int, ...]:
-        trainer, _ = train(open_store(two_servers, rank, name), rank, 5)
-        members = trainer.members
-        trainer.close()
-        return members
+        return train_to_the_end(open_store(two_servers, rank, name), rank, 5)[0]
 
     with rank_1(pause, output, name, *two_servers) as paused:
         assert together(lambda: work(0), lambda: work(2)) == [(0, 2), (0, 2)]
