@@ -427,22 +427,23 @@ class Membership:
     def keep_gathered(self, sequence: int, parts: tuple[bytes, ...]) -> None:
         """Keep what was gathered at the latest barrier, and drop some of the earlier ones that is too much."""
         if sequence not in self.gathered:
-            self._gathered_bytes += _nbytes_of(parts)
+            self._gathered_bytes += _nbytes_of_parts(parts)
         self.gathered[sequence] = parts
         if self._gathered_bytes <= _GATHERED_KEPT:
             return
         # 1. The first ones stay, as long as they are not too many themselves.
         first = first_bytes = 0
         while (
-            first_bytes + _nbytes_of(self.gathered.get(first, ())) <= _GATHERED_KEPT // 2 and first < sequence
+            first_bytes + _nbytes_of_parts(self.gathered.get(first, ())) <= _GATHERED_KEPT // 2
+            and first < sequence
         ):
-            first_bytes += _nbytes_of(self.gathered.get(first, ()))
+            first_bytes += _nbytes_of_parts(self.gathered.get(first, ()))
             first += 1
         # 2. Of the others the oldest go, a quarter at once, so that not every barrier looks through all of them.
         for at in [at for at in self.gathered if first <= at < sequence]:
             if self._gathered_bytes <= _GATHERED_KEPT // 4 * 3:
                 break
-            self._gathered_bytes -= _nbytes_of(self.gathered.pop(at))
+            self._gathered_bytes -= _nbytes_of_parts(self.gathered.pop(at))
 
     def absent_from_barrier(self) -> list[int]:
         return [rank for rank in range(self.num_workers) if rank not in self.barrier]
@@ -481,7 +482,7 @@ class Membership:
         return f"rank {rank} never connected{again}"
 
 
-def _nbytes_of(parts: Iterable[bytes]) -> int:
+def _nbytes_of_parts(parts: Iterable[bytes]) -> int:
     return _OF_GATHERED + sum([_OF_PART + len(part) for part in parts])
 
 

@@ -326,7 +326,10 @@ class Namespace:
 
     def claim_restored(self) -> None:
         """Claim the memory of what was restored and is not claimed with its table."""
-        self.claim(sum(map(_nbytes_of, self.client_states.values())), "what the successors of ranks get")
+        self.claim(
+            sum(map(_nbytes_of_client_states, self.client_states.values())),
+            "what the successors of ranks get",
+        )
 
     def _table_nbytes(self, plan: Plan, optimizer: Optimizer | None) -> int:
         needed = size_of_table(plan, self.config.server, self.membership.num_workers, self.mode, optimizer)
@@ -569,7 +572,7 @@ class Namespace:
             former = self.client_states.get(key, [])
             found = [*[one for one in former if one[0] < round_][-1:], (round_, state)]
             what = f"what the successor of rank {rank} gets"
-            self._resize_claim(_nbytes_of(former), _nbytes_of(found), what)
+            self._resize_claim(_nbytes_of_client_states(former), _nbytes_of_client_states(found), what)
             self.client_states[key] = found
             if self.changes is not None:
                 self.changes.note_client(table.number, rank)
@@ -598,7 +601,7 @@ class Namespace:
         # With backup workers those that come late may need what it has left, if it was the fastest.
         is_kept = self.views is not None and self.views.backup_workers
         for key in [key for key in self.client_states if key[1] == rank and not is_kept]:
-            self.claim(-_nbytes_of(self.client_states.pop(key)), "")
+            self.claim(-_nbytes_of_client_states(self.client_states.pop(key)), "")
             if self.changes is not None:
                 self.changes.note_client(*key)
         for table in self.tables:
@@ -1114,7 +1117,7 @@ def _codec_of(packed: bytes) -> Codec:
     return make_codec(unpack_control(packed))
 
 
-def _nbytes_of(states: Iterable[tuple[int, bytes]]) -> int:
+def _nbytes_of_client_states(states: Iterable[tuple[int, bytes]]) -> int:
     return sum([len(state) for _, state in states])
 
 

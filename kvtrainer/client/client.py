@@ -1,7 +1,7 @@
 """All that a worker can ask of the store: tables, rounds, optimizer, barrier, counters, commands.
 
 A `Client` is one worker's connection. It works over any `Transport`: sockets and shared memory to servers
-(`connection.py`), or `Loopback`, which calls engines in this process and holds what local stores hold.
+(`connection.py`), or `LoopbackTransport`, which calls engines in this process and holds what local stores hold.
 
 Rounds and pulls of rows go through `rounds` and `rows`. The methods here are control requests: each blocks until all
 servers that it concerns have answered. A request that depends on the weights waits for this worker's open rounds first.
@@ -367,7 +367,7 @@ _KEYS = "keys"
 """The namespace of a store's own keys. Each Trainer has a namespace of its own."""
 
 
-class Loopback(Transport):
+class LoopbackTransport(Transport):
     """Passes requests to engines by a function call. Payloads are passed by reference."""
 
     def __init__(
@@ -422,7 +422,7 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self._engine = Engine(EngineConfig(allow_integers=True), clock=time.monotonic)
-        self._transport = Loopback([self._engine], time.monotonic)
+        self._transport = LoopbackTransport([self._engine], time.monotonic)
         self.client = self._connect_client(self._transport, _KEYS)
 
     @property
@@ -441,9 +441,9 @@ class LocalEngine:
             self._engine.updaters[_KEYS] = updater
 
     def open_client(self, namespace: str) -> Client:
-        return self._connect_client(Loopback([self._engine], time.monotonic), namespace)
+        return self._connect_client(LoopbackTransport([self._engine], time.monotonic), namespace)
 
-    def _connect_client(self, transport: Loopback, namespace: str) -> Client:
+    def _connect_client(self, transport: LoopbackTransport, namespace: str) -> Client:
         client = Client(transport, SessionOptions(namespace, rank=0, num_workers=1), time.monotonic)
         client.connect()
         return client

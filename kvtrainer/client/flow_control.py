@@ -50,7 +50,7 @@ _MAX_WITH_OTHERS = 2
 _IN_FLIGHT_WHILE_COMPUTING = 48 * 1024
 """Elements that may be in flight in any case, in short parts, while a worker computes and takes no answers."""
 _MAX_SKIPPED = 64
-"""Rounds. A `Backoff` skips no more of them in a row."""
+"""Rounds. A `StallBackoff` skips no more of them in a row."""
 
 
 def part_bytes_in_flight(bytes_in_flight: int) -> int:
@@ -86,7 +86,7 @@ def cut(
             yield replace(one, pushes=pushes, payloads=(part,))
 
 
-class Backoff:
+class StallBackoff:
     """Counts rounds that do without something after it failed: one at first, and twice as many after each failure."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class FlowWindow:
         """Elements of the longest part."""
         self._most = _MAX_IN_FLIGHT
         """How many parts may be in flight."""
-        self._stalls = Backoff()
+        self._stalls = StallBackoff()
         """Rounds that are not windowed, because earlier ones have stalled."""
 
     def must_hold(self, body: m.RequestBody, priority: int, now: float) -> bool:

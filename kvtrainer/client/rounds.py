@@ -42,7 +42,7 @@ from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
 from kvtrainer.client.contribution import Contribution, ContributionLayout, encode_slices, valid_pushes
-from kvtrainer.client.flow_control import Backoff, cut
+from kvtrainer.client.flow_control import StallBackoff, cut
 from kvtrainer.client.prefetch import Prefetch
 from kvtrainer.client.round import Round
 from kvtrainer.client.server_request import NO_COMMITS, ServerRequest
@@ -1044,7 +1044,7 @@ class EagerPush:
         self._memory: dict[int, Tensor] = {}
         """Slice (by index) → a buffer for it, with padding."""
         self._monitor = EagerPushMonitor()
-        self._backoff = Backoff()
+        self._backoff = StallBackoff()
         """Skips some declarations after a round that differed from its own."""
 
     def begin(self, round_: int) -> None:

@@ -71,14 +71,16 @@ _SIGNS = (
 )
 
 
-class StateHolder(Protocol):
+class OptimizerStateHolder(Protocol):
     """Keeps optimizer state by slice, here or on a server."""
 
     def get_state(self, piece: Slice) -> States: ...
     def put_state(self, piece: Slice, state: States) -> None: ...
 
 
-def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = None) -> dict[int, State]:
+def export_states(
+    plan: Plan, holder: OptimizerStateHolder, keys: Sequence[int] | None = None
+) -> dict[int, State]:
     """Return a copy of the state of those keys (by index; None: all) that were updated."""
     pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
     kept = {
@@ -154,7 +156,7 @@ def read_states(
 
 def import_states(
     plan: Plan,
-    holder: StateHolder,
+    holder: OptimizerStateHolder,
     states: Mapping[int, State],
     optimizer: Optimizer,
     device: torch.device,

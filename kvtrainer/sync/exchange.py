@@ -59,7 +59,7 @@ _MIN_BORROWED = 128 << 10
 """Gradients of at least this many bytes are sent without a copy; copying a shorter one is faster."""
 
 
-def keys_worth_borrowing(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
+def keys_sent_without_copy(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
     """Select the keys (by index) whose gradients are large enough to send without a copy."""
     nbytes = plan.key_nbytes
     return frozenset([key for key in keys if nbytes[key] >= _MIN_BORROWED])
@@ -217,7 +217,7 @@ class StoreExchange(Exchange):
         )
         # 2. How gradients go there.
         if is_dist and self.updates_weights and codec is None:
-            self.zero_copy_keys = keys_worth_borrowing(plan, plan.keys_alone)
+            self.zero_copy_keys = keys_sent_without_copy(plan, plan.keys_alone)
         self._table.takes_half, self._pull_codec = takes_half, pull_codec
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)

@@ -41,7 +41,7 @@ from kvtrainer.errors import ProtocolError
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.process_group import Buckets, PendingGroupSums, RankGroup
-from kvtrainer.sync.exchange import Exchange, JoinedRound, RoundResult, keys_worth_borrowing
+from kvtrainer.sync.exchange import Exchange, JoinedRound, RoundResult, keys_sent_without_copy
 from kvtrainer.sync.step_guard import StepGuard
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class RankExchange(Exchange):
         )
         self._group.is_agreed = True
         if any([self._group.memory_for(flat.device) is not None for flat in weights.values()]):
-            self.zero_copy_keys = keys_worth_borrowing(self._plan, self._keys)
+            self.zero_copy_keys = keys_sent_without_copy(self._plan, self._keys)
         self._broadcast(weights)
 
     def listen(self, memory: DeviceMemory) -> None:

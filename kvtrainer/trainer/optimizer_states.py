@@ -2,7 +2,7 @@
 
 `OptimizerStates` is the Trainer's view of it, by key. The state has one holder per device:
 
-- a store, if that updates the weights: on servers, in slices, fetched and replaced through `StateHolder`;
+- a store, if that updates the weights: on servers, in slices, fetched and replaced through `OptimizerStateHolder`;
 - a `ShardUpdate` in this process, which updates slices of the arenas exactly as a server does, to the bit;
 - a `JointOptimizerUpdate`, for torch classes of unknown structure: it runs the torch optimizer itself on all
 parameters.
@@ -42,8 +42,8 @@ from kvstore_server.shard.shard import Shard
 from kvtrainer.errors import ConfigurationError, KVStoreError, OptimizerError, StateMismatchError
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.states.format import (
+    OptimizerStateHolder,
     State,
-    StateHolder,
     export_states,
     import_states,
     initial_state,
@@ -149,7 +149,7 @@ class OptimizerStates:
         self.take(moved)
 
     @property
-    def holder(self) -> StateHolder | JointOptimizerUpdate | None:
+    def holder(self) -> OptimizerStateHolder | JointOptimizerUpdate | None:
         """Where the state is; for replicas, the first one's. None before it has a place, here or in a store."""
         if self._binding.updates_weights:
             return self._binding.holder
@@ -306,7 +306,7 @@ class OptimizerStates:
         is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
         return state if is_counted else {name: value for name, value in state.items() if name != "step"}
 
-    def _holders(self) -> Sequence[tuple[StateHolder | JointOptimizerUpdate, torch.device]]:
+    def _holders(self) -> Sequence[tuple[OptimizerStateHolder | JointOptimizerUpdate, torch.device]]:
         if self._binding.updates_weights:
             return [] if self._binding.holder is None else [(self._binding.holder, torch.device("cpu"))]
         return [

@@ -17,7 +17,7 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.transport.arena import Leases
-from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.session import SessionOptions
 from kvtrainer.sync.exchange import Exchange, RoundResult
@@ -33,7 +33,7 @@ DEAD_AFTER = 20.0
 def client_of(num_servers: int, engines: Sequence[Engine] | None = None) -> Client:
     """The only worker of a job with so many servers; `engines` gives their places to hold on to them."""
     places = engines or [Engine(EngineConfig(i, num_servers, run_id=i + 1)) for i in range(num_servers)]
-    client = Client(Loopback(places, time.monotonic), SessionOptions("job", 0, 1), time.monotonic)
+    client = Client(LoopbackTransport(places, time.monotonic), SessionOptions("job", 0, 1), time.monotonic)
     client.connect()
     return client
 

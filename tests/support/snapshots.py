@@ -19,7 +19,7 @@ from kvstore_server.engine.snapshots import SnapshotPeriod, Snapshots
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.rows import RowSet
-from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.session import SessionOptions
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.engines import run_round
@@ -110,7 +110,7 @@ class SnapshotJob:
         """Key → how many of its rows have a gradient."""
         self._store, self.client = (
             Client(
-                Loopback(list(engines), time.monotonic),
+                LoopbackTransport(list(engines), time.monotonic),
                 SessionOptions(namespace, 0, 1, address=f"host:{next(_processes)}", resumes=resumes),
                 time.monotonic,
             )

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
-from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.session import SessionOptions
 from tests.support.limits import LIMIT
 
 
-class Line(Loopback):
+class Line(LoopbackTransport):
     """One worker's transport; a reply that another worker's message sets off reaches it too.
 
     Attributes:

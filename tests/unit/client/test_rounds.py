@@ -16,7 +16,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
-from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.rounds import Rounds
 from kvtrainer.client.session import SessionOptions
@@ -454,7 +454,7 @@ def test_weights_of_an_older_reply_are_not_mixed_with_newer_ones() -> None:
 
 def test_a_fenced_process_leaves_the_round_on_other_servers_to_its_successor() -> None:
     engines = [Engine(EngineConfig(server, 2, run_id=server + 1)) for server in range(2)]
-    client = Client(Loopback(engines, time.monotonic), SessionOptions("job", 0, 2), time.monotonic)
+    client = Client(LoopbackTransport(engines, time.monotonic), SessionOptions("job", 0, 2), time.monotonic)
     client.connect()
     [table] = client.register({"w": [TensorSpec("w", (100_000,), "float32")]})
     # The successor has said hello on the first server, and not on the second one yet.

@@ -14,7 +14,7 @@ from kvstore_server.plan import TensorSpec
 from kvstore_server.processes import FINAL_MESSAGE_TIME, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode_frames
-from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.session import REPEAT_AFTER, Session, SessionOptions
 from kvtrainer.errors import (
     ConfigurationError,
@@ -366,7 +366,7 @@ def test_a_table_of_very_many_keys_is_declared_in_portions_and_by_the_next_worke
     specs = [TensorSpec(f"layer.{i}.weight", (2,), "float32") for i in range(2 * KEYS_PER_MESSAGE + 1)]
     sent: list[int] = []
     for rank in range(2):
-        transport = Loopback([engine], time.monotonic, b"%d" % rank)
+        transport = LoopbackTransport([engine], time.monotonic, b"%d" % rank)
         client = Client(transport, SessionOptions("job", rank, 2), time.monotonic)
         client.connect()
         send = transport.send
@@ -385,7 +385,7 @@ def test_a_table_of_very_many_keys_is_declared_in_portions_and_by_the_next_worke
 
 def test_a_table_with_very_long_names_is_declared_in_messages_that_servers_take() -> None:
     specs = [TensorSpec(f"{i:01024d}", (2,), "float32") for i in range(1500)]
-    transport = Loopback([Engine(EngineConfig())], time.monotonic)
+    transport = LoopbackTransport([Engine(EngineConfig())], time.monotonic)
     send = transport.send
     sizes: list[int] = []
 

@@ -17,7 +17,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_frames, encode_frames
 from kvstore_server.server import pack_replies
 from kvtrainer import RowSparseParameter, Trainer
-from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.session import SessionOptions
 from kvtrainer.errors import (
     ConfigurationError,
@@ -303,7 +303,7 @@ def test_a_wrong_call_is_explained_and_changes_nothing(case: str) -> None:
 WIDTH = 64
 
 
-class Counting(Loopback):
+class Counting(LoopbackTransport):
     """Turns every message into bytes and back, and counts them."""
 
     def __init__(self, *args: Any) -> None:

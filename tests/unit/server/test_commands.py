@@ -20,7 +20,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode_frames, pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
-from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.session import SessionOptions
 from kvtrainer.client.tables import RemoteTable
@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
-class Losing(Loopback):
+class Losing(LoopbackTransport):
     """Loses the first answer to every command; its clock goes on by a tenth of a second at each look."""
 
     def __init__(self, engine: Engine) -> None:
@@ -318,7 +318,9 @@ def test_only_the_wanted_categories_are_recorded(categories: tuple[str, ...], ki
 
 def test_namespaces_of_one_server_are_profiled_by_themselves() -> None:
     _, _, engine = profiled()
-    other = Client(Loopback([engine], time.monotonic), SessionOptions("other job", 0, 1), time.monotonic)
+    other = Client(
+        LoopbackTransport([engine], time.monotonic), SessionOptions("other job", 0, 1), time.monotonic
+    )
     other.connect()
     [table] = other.register({"theirs": [TensorSpec("theirs", (NUMEL,), "float32")]})
     one_round(other, table)

@@ -22,7 +22,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.protocol import messages as m
 from kvtrainer.client import session
-from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.session import SessionOptions
 from tests.support.engines import plan_of
 from tests.support.snapshots import Immediately, SnapshotJob, SnapshotServers, plain_engines
@@ -147,7 +147,7 @@ def test_a_worker_that_calls_load_while_another_one_tells_the_servers_tells_the_
     job.train(4)
     job.save("half")
     job.close()
-    loopback = partial(Loopback, list(there.engines), time.monotonic)
+    loopback = partial(LoopbackTransport, list(there.engines), time.monotonic)
     first, second = (
         Client(loopback(), SessionOptions("job", rank, 2, address=f"h:{rank}", resumes=True), time.monotonic)
         for rank in range(2)

@@ -54,7 +54,7 @@ def test_a_table_has_the_layout_of_the_plan_that_was_made_before(monkeypatch: py
 
 def test_gradients_are_given_as_they_lie_from_128_kib_on() -> None:
     specs = [TensorSpec(f"{numel}", (numel,), "float32") for numel in (16, 32_752, 32_768, 200_000)]
-    assert exchanges.keys_worth_borrowing(make_plan(specs, 1), range(3)) == {2}
+    assert exchanges.keys_sent_without_copy(make_plan(specs, 1), range(3)) == {2}
 
 
 def hypers(**options: Any) -> bytes:
