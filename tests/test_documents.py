@@ -61,7 +61,20 @@ FOLLOWED = [
 """Pages, and the commands that are left to the full run: those of torch alone, whose processes take long to start."""
 
 
-@pytest.mark.parametrize(("name", "left"), [*FOLLOWED, pytest.param("start.md", "", marks=pytest.mark.full)])
+LONG = "recovery.md", "fault_injection.md"
+"""Pages of jobs whose processes die, each of which takes seconds: what they show is tested in many other ways."""
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        *[
+            pytest.param(name, left, marks=pytest.mark.full if name in LONG else ())
+            for name, left in FOLLOWED
+        ],
+        pytest.param("start.md", "", marks=pytest.mark.full),
+    ],
+)
 def test_a_page_can_be_followed_from_its_top_to_its_end(
     name: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

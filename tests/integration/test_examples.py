@@ -42,6 +42,7 @@ def test_digits_in_one_process_without_servers_learn_what_a_plain_loop_learns(
     assert capsys.readouterr().out.endswith("all checks passed\n")
 
 
+@pytest.mark.full
 @NEEDS_DIGITS
 def test_digits_are_learned_alike_although_workers_and_a_server_die_and_come_back(tmp_path: Path) -> None:
     """The example itself fails unless every round counted once, and the weights are those of plain PyTorch."""

@@ -20,6 +20,7 @@ from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.states.surviving_memory import SurvivingMemory
 from kvtrainer.utils import get_random_state, set_random_state
 from tests.support.jobs import Job, Results, error_of, run_job, run_with_deaths
+from tests.support.one_in import one_in
 from tests.support.processes import held_port
 
 STEPS, WORKERS, SERVERS = 9, 3, 2
@@ -111,8 +112,7 @@ def disturbed(
     return run_with_deaths(loop, folder, points, workers, SERVERS, optimizer, options, environ=environ)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("point", "transport"), one_in(2, POINTS, ["shm", "tcp"]))
 def test_a_worker_that_dies_comes_back_and_the_run_ends_with_the_same_bits(
     point: str, transport: str, tmp_path: Path, undisturbed: Callable[..., Job]
 ) -> None:
@@ -190,8 +190,7 @@ def test_a_worker_may_die_again_and_again(tmp_path: Path, undisturbed: Callable[
     assert job["made"][2] < STEPS
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+@pytest.mark.parametrize(("optimizer", "transport"), one_in(2, ["adam", "lamb"], ["shm", "tcp"]))
 def test_a_step_whose_commit_reached_one_of_two_servers_is_repeated_from_the_weights_before_it(
     optimizer: str, transport: str, tmp_path: Path, undisturbed: Callable[..., Job]
 ) -> None:

@@ -25,6 +25,7 @@ from tests.integration.test_mapped_tables import expected
 from tests.integration.test_shared_gradients import are_shared
 from tests.integration.test_zero_copy import SHAPES, is_mapped
 from tests.support.drawn_workers import DrawnWorker
+from tests.support.one_in import one_in
 from tests.support.overlap_loops import CASES, STEPS, Loop
 from tests.support.processes import Members, eventually, round_of, together
 from tests.support.restarted_server import Deaths, RestartedServer, never
@@ -97,7 +98,7 @@ FEW = ("plain", "clip_grad, dropped", "overflowing", "by workers", "uneven", "2b
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.full) for n in CASES])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("way", "overlap"), one_in(2, ["auto", "tcp"], [False, True]), indirect=["way"])
 def test_a_training_that_servers_interrupt_has_the_bits_of_a_quiet_one(
     job: Job, way: str, name: str, overlap: bool
 ) -> None:

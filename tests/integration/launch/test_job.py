@@ -308,6 +308,7 @@ os.write(1, line.encode())  # at once: both workers write to one pipe
 """
 
 
+@pytest.mark.full
 def test_under_torchrun_a_death_takes_one_restart_beside_servers_that_go_on(processes: Processes) -> None:
     [server] = processes.servers(1)
     launcher = [*TORCHRUN[:-1], "--max-restarts", "1", "--no-python"]

@@ -158,6 +158,7 @@ def test_kill_9_of_the_launcher_ends_a_worker_that_was_started_again(jobs: Jobs)
 RESUMING = resuming('os.environ.get("KVSTORE_RESTARTS") == "0"')
 
 
+@pytest.mark.full
 def test_a_killed_worker_resumes_and_all_end_with_the_bits_of_a_job_without_a_death(jobs: Jobs) -> None:
     said = []
     for flags in ([], ["--restart", "1"]):
@@ -260,7 +261,7 @@ def test_a_killed_server_whose_memory_is_lost_ends_the_job(jobs: Jobs, flags: li
     assert jobs.alive() == []
 
 
-@pytest.mark.parametrize("durability", ["process", "off"])
+@pytest.mark.parametrize("durability", ["off", pytest.param("process", marks=pytest.mark.full)])
 def test_a_server_whose_memory_is_lost_is_started_again_if_there_are_snapshots(
     jobs: Jobs, durability: str, tmp_path: Path
 ) -> None:

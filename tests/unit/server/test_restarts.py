@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import mmap
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +31,7 @@ from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
 from tests.sim.schedule import Cautious
 from tests.support.durable import HeldDescriptors, crash_at
+from tests.support.one_in import one_in
 from tests.support.restarts import Case, Job
 
 MATRIX = TensorSpec("matrix", (5, 7), "float32")
@@ -91,14 +91,6 @@ FEW = (
 SERVER_POINTS = sorted(n for n in POINTS if n.startswith("server.") and not n.startswith("server.snapshot."))
 
 
-def a_third(*values: Iterable[object]) -> list[Any]:
-    """All combinations, two thirds of which are left to the full run."""
-    return [
-        pytest.param(*one, marks=pytest.mark.full if at % 3 else ())
-        for at, one in enumerate(itertools.product(*values))
-    ]
-
-
 @functools.cache
 def undisturbed(name: str) -> dict[str, Any]:
     job = Job(CASES[name])
@@ -124,7 +116,8 @@ def test_durability_changes_no_bit(name: str, store: HeldDescriptors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "point", "nth"), a_third(CASES, [one for one in SERVER_POINTS if "recovery" not in one], (1, 5))
+    ("name", "point", "nth"),
+    one_in(6, CASES, [one for one in SERVER_POINTS if "recovery" not in one], (1, 5)),
 )
 def test_a_killed_server_ends_like_one_that_was_not(
     name: str, point: str, nth: int, store: HeldDescriptors
@@ -136,9 +129,9 @@ def test_a_killed_server_ends_like_one_that_was_not(
     assert Job(CASES[name], store).facts() == undisturbed(name)
 
 
-@pytest.mark.parametrize("nth", [1, 2, 5])
-@pytest.mark.parametrize("point", [one for one in SERVER_POINTS if "recovery" in one])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    ("name", "point", "nth"), one_in(3, FEW, [one for one in SERVER_POINTS if "recovery" in one], [1, 2, 5])
+)
 def test_a_server_that_is_killed_while_it_restarts_begins_that_again(
     name: str, point: str, nth: int, store: HeldDescriptors
 ) -> None:
@@ -150,7 +143,8 @@ def test_a_server_that_is_killed_while_it_restarts_begins_that_again(
 
 @pytest.mark.parametrize(
     ("name", "point", "nth"),
-    a_third(
+    one_in(
+        6,
         FEW,
         [one for one in SERVER_POINTS if "compact" in one or "memory" in one or "log" in one],
         (1, 2, 3, 9),
@@ -169,7 +163,7 @@ def test_a_server_that_is_killed_while_its_log_is_replaced_loses_nothing(
     assert len([one.name for one in store.fds if "log" in one.name]) == 1
 
 
-@pytest.mark.parametrize(("name", "seed"), a_third(CASES, range(12)))
+@pytest.mark.parametrize(("name", "seed"), one_in(6, CASES, range(12)))
 def test_a_server_that_is_killed_again_and_again_ends_like_one_that_was_not(
     name: str, seed: int, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
 ) -> None:

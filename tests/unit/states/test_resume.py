@@ -21,6 +21,7 @@ from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.states.format import SavedStates, read_state_file, write_state_file
 from kvtrainer.trainer.saving import saved_residuals
+from tests.support.one_in import one_in
 from tests.support.pairwise import pairwise
 from tests.support.saved_training import (
     ELEMENTWISE,
@@ -174,7 +175,7 @@ GRID = [
 
 
 @QUIET
-@pytest.mark.parametrize(("kind", "way", "source", "target"), GRID)
+@pytest.mark.parametrize(("kind", "way", "source", "target"), one_in(2, GRID))
 def test_training_goes_on_bit_for_bit_with_or_without_a_store(
     kind: str, way: Any, source: bool | None, target: bool | None, tmp_path: Path
 ) -> None:
