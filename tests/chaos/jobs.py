@@ -253,7 +253,10 @@ class Job:
             # 3. Start again what has died; see to what has stopped.
             for member in self.members:
                 self._look_after(member)
-        # 4. Those that were replaced find that out while there are servers; one that still stands still is killed.
+        # 4. Those that were replaced find that out while there are servers, which may just be paused; one that still
+        # stands still is killed.
+        for server in self.servers:
+            server.signal(signal.SIGCONT)
         zombies = [zombie for member in self.members for zombie in member.zombies]
         for zombie in zombies:
             if _is_stopped(zombie):
@@ -263,7 +266,6 @@ class Job:
             select.select(left, [], [], _POLL)
         codes = [zombie.wait() for zombie in zombies]
         for server in self.servers:
-            server.signal(signal.SIGCONT)
             server.signal(signal.SIGTERM)
         return self._outcome(codes, time.monotonic() - began)
 
