@@ -24,8 +24,8 @@ from tests.chaos.test_random import go_on, kill, pause
 
 PAUSE = 5.0
 """Seconds between two events."""
-ROUNDS_PER_SECOND = 40
-"""A first guess; the job is measured, and made longer or shorter by its number of rounds."""
+MEASURED = 3000
+"""Rounds of a job whose speed says how many rounds the others take."""
 SLOPE = 1.0
 """MiB an hour that a process may grow by."""
 MOST_SNAPSHOTS = 3
@@ -45,7 +45,11 @@ class Samples:
         self.directory = self.snapshot = 0
         """The most bytes that the directory has had, and that a snapshot of all servers has."""
         self.memory: dict[str, list[tuple[float, float]]] = {}
-        """Name of a process → (hours, MiB that only it has in memory)."""
+        """Name of a process → (hours, MiB of its heap and its share of shared memory).
+
+        All pages of the heap count, also those that it still shares with the process from which it was forked: these
+        become its own one by one, which is no growth.
+        """
         self.files: dict[str, list[int]] = {}
 
     def take(self, job: Job) -> None:
@@ -62,7 +66,8 @@ class Samples:
             files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         except (FileNotFoundError, ProcessLookupError):
             return  # it has just died
-        kib = sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_"))
+        parts = ("Anonymous:", "Pss_Shmem:")
+        kib = sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(parts))
         hours = (time.monotonic() - self._began) / 3600
         self.memory.setdefault(name, []).append((hours, kib / 1024))
         self.files.setdefault(name, []).append(files)
@@ -106,9 +111,12 @@ def _ignore(job: Job, member: Member) -> None:
 def main(minutes: float) -> int:
     """Run the soak; 0 if all is well."""
     seconds = 60 * minutes
-    rounds = int(seconds * ROUNDS_PER_SECOND)
     with tempfile.TemporaryDirectory() as top:
-        # 1. Undisturbed, as fast as it goes.
+        # 1. How many rounds take so long, and undisturbed, as fast as it goes.
+        folder = Path(top) / "measured"
+        folder.mkdir()
+        with Job("momentum", MEASURED, folder, {}) as job:
+            rounds = int(seconds * MEASURED / job.run(seconds=10 * seconds).seconds)
         folder = Path(top) / "undisturbed"
         folder.mkdir()
         with Job("momentum", rounds, folder, {}) as job:
