@@ -19,11 +19,11 @@ import datetime
 import inspect
 import logging
 import os
-import pickle
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -582,5 +582,5 @@ def mmengine_globals() -> AbstractContextManager[Any]:
 
 def _mmengine_statistic(owner: Any, name: str) -> Any:
     if owner is not HistoryBuffer or name not in _STATISTICS:
-        raise pickle.UnpicklingError(f"the file asks for {name!r:.80} of {owner!r:.80}")
+        raise UnpicklingError(f"the file asks for {name!r:.80} of {owner!r:.80}")
     return getattr(HistoryBuffer, name)

@@ -19,11 +19,11 @@ import io
 import json
 import logging
 import os
-import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -85,7 +85,7 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
     path = _local_checkpoint_path(filename)
     try:
         found = torch.load(path, map_location=where, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         raise StateFileError(
             f"cannot load {filename!r}: it holds more than tensors and plain values, or is damaged ({error!s:.300}). "
             "If you trust it, load it with torch.load(weights_only=False) once and save its 'state_dict' again"
