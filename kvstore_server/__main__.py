@@ -1,4 +1,4 @@
-"""`kvstore-server`, or `python -m kvstore_server`: one server, or a supervisor of one, which does without torch."""
+"""`kvstore-server`, or `python -m kvstore_server`: one server. Its supervisor and its keygen do without torch."""
 
 import os
 import sys
@@ -7,6 +7,10 @@ from typing import NoReturn
 
 def run() -> NoReturn:
     """Run the command line, and end the process."""
+    if sys.argv[1:2] == ["keygen"]:
+        from kvstore_server import keygen
+
+        sys.exit(keygen.main(sys.argv[2:]))
     if "--supervise" in sys.argv[1:]:
         from kvstore_server import supervisor
 

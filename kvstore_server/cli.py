@@ -31,6 +31,8 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import KVStoreError
 from kvstore_server.failpoints import arm_failpoints
+from kvstore_server.keys import KEYS, read_server_keys
+from kvstore_server.keys import OFF as KEYS_OFF
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.notify import READY, notify
 from kvstore_server.optimizer.base import capability
@@ -90,6 +92,8 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--snapshot-every", "KVSTORE_SNAPSHOT_EVERY", "50", _parse_snapshot_flag,
      "with --state-dir: take a snapshot after this many rounds of a job whose workers call Trainer.resume, or with a "
      "number like 30s after as many seconds; 0: only when a worker calls kv.save"),
+    ("--keys", KEYS, "", str,
+     "directory of keys, which kvstore-server keygen makes: serve only clients that it lists, and encrypt all traffic"),
     ("--log", "KVSTORE_LOG", "warning", str, 
      "debug (a line for each message and each transition of a round), info, warning or error; to standard error"),
 )  # fmt: skip
@@ -123,9 +127,10 @@ def build_server_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "[KVSTORE_ALLOW_MIXED_CPU=1]",
     )  # fmt: skip
     add(
-        "--allow-public-bind", action="store_true", default=told("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
-        help="listen on an address that other hosts can reach, although traffic is neither authenticated nor "
-        "encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
+        "--allow-unauthenticated-bind", action="store_true",
+        default=told("KVSTORE_ALLOW_UNAUTHENTICATED_BIND", "") == "1",
+        help="without --keys: listen on an address that other hosts can reach, although everybody there can then read "
+        "and change all weights; for networks that you trust only [KVSTORE_ALLOW_UNAUTHENTICATED_BIND=1]",
     )  # fmt: skip
     add(
         "--ready-fd", type=int,
@@ -183,7 +188,14 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
                 restart_timeout=flags.restart_timeout,
                 state_dir=flags.state_dir,
                 snapshot_every=flags.snapshot_every,
+                keys=read_server_keys(flags.keys) if flags.keys not in ("", KEYS_OFF) else None,
             )
+            if options.keys is None and not _is_bind_flag_local(flags.bind):
+                _log.warning(
+                    "unauthenticated: everybody who reaches %s can read and change all weights; --keys lets only those "
+                    "in who have a key",
+                    flags.bind,
+                )
             numbers = {one.name: getattr(flags, one.name, one.default) for one in fields(EngineConfig)}
             numbers["restart_timeout"] = 0.0  # unless the state outlives this process
             own = {"server": flags.index, "run_id": secrets.randbits(62) | 1, "capability": capability()}
@@ -238,11 +250,12 @@ def _serve_page_for_flags(server: Server, flags: argparse.Namespace) -> Iterator
     if not flags.http:
         yield
         return
-    public = ["--allow-public-bind"] * flags.allow_public_bind
+    public = ["--allow-unauthenticated-bind"] * flags.allow_unauthenticated_bind
     with_us = ["--with-parent", str(os.getpid()), "--http", flags.http, *public]
     # Started by module name, so that a server works without the rest of the package.
     command = [sys.executable, "-m", "kvtrainer.watch.top", *with_us, server.endpoint]
-    page = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    environ = {**os.environ, KEYS: flags.keys} if flags.keys else None
+    page = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)
     try:
         yield
     finally:
@@ -271,15 +284,19 @@ def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
         host, _, port = flags.http.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             parser.error(f"--http {flags.http} is not HOST:PORT")
-        if not (flags.allow_public_bind or check.is_loopback(host.strip("[]"))):
+        if not (flags.keys or flags.allow_unauthenticated_bind or check.is_loopback(host.strip("[]"))):
             parser.error(
-                f"--http {flags.http} can be reached from other hosts; add --allow-public-bind if they may see it"
+                f"--http {flags.http} can be reached from other hosts; add --keys DIR, or --allow-unauthenticated-bind "
+                "if everybody there may see it"
             )
     if flags.ready_fd is not None and (problem := _ready_fd_flag_problem(flags.ready_fd)) is not None:
         parser.error(f"--ready-fd {flags.ready_fd} {problem}")
-    if not (flags.allow_public_bind or _is_bind_flag_local(flags.bind)):
+    has_keys = flags.keys not in ("", KEYS_OFF)
+    if not (has_keys or flags.allow_unauthenticated_bind or _is_bind_flag_local(flags.bind)):
         parser.error(
-            f"--bind {flags.bind} can be reached from other hosts; add --allow-public-bind on a trusted network"
+            f"--bind {flags.bind} can be reached from other hosts, and everybody there could read and change all "
+            "weights; make keys (kvstore-server keygen DIR) and add --keys DIR, or add --allow-unauthenticated-bind on "
+            "a network that you trust"
         )
 
 

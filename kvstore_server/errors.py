@@ -12,6 +12,7 @@
     ├── DeadlineError (TimeoutError)         a wait reached its deadline; names who was missing
     │   ├── ConnectTimeoutError              no server answered at that address
     │   └── ServerUnreachableError           a server stopped answering in the middle of the job
+    ├── AccessDeniedError                    a key that the server does not accept, or that is not for this
     ├── WorkerLostError                      a member of the round left, died or was not heard from
     │   └── RepeatedRoundError               and the others make the round again; no user sees it
     ├── RoundAbortedError                    a member raised in the middle of the round
@@ -87,6 +88,10 @@ class ServerUnreachableError(DeadlineError):
     """A server that answered before has stopped answering."""
 
 
+class AccessDeniedError(KVStoreError):
+    """The server does not know this process's key, or the key does not allow what it asked for."""
+
+
 class WorkerLostError(KVStoreError):
     """A worker that a round or a barrier needs has left, died or fallen silent."""
 
@@ -144,6 +149,7 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
         DeadlineError,
         ConnectTimeoutError,
         ServerUnreachableError,
+        AccessDeniedError,
         WorkerLostError,
         RepeatedRoundError,
         RoundAbortedError,

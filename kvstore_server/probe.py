@@ -2,6 +2,8 @@
 
     python -m kvstore_server.probe tcp://127.0.0.1:5555
 
+It uses the key of an observer, if KVSTORE_KEYS names a directory that has one.
+
 This checks whether one server answers, as a container's probe does every few seconds. A TCP connection alone would say
 little, because a ZeroMQ thread accepts it whatever the server does. So the probe requests the status that
 `kvstore_server.engine.facts` describes, which the serving loop itself has to answer. Exit codes: 0 it answered, 1 it
@@ -12,6 +14,7 @@ needs torch; a test compares them.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import struct
 import sys
@@ -24,6 +27,7 @@ import zmq
 
 from kvstore_server import PROTOCOL_VERSION
 from kvstore_server.errors import KVStoreError, ProtocolError, VersionMismatchError, from_wire
+from kvstore_server.keys import KEYS, ClientKeys, client_keys_from_env, find_job_keys
 
 HEADER = struct.Struct("<2sBB4xQQQ")
 LOOK, INFO, FAILED = 24, 17, 15
@@ -32,7 +36,19 @@ MAX_FRAME = 1024 * 1024 + 64 * 1024
 """The largest frame of an answer."""
 
 
-def probe_servers(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | None]:
+def read_probe_keys(environ: Mapping[str, str], addresses: Sequence[str] = ()) -> ClientKeys | None:
+    """Return the keys with which to ask, those of an observer if there are several. Raises ConfigurationError.
+
+    Without KVSTORE_KEYS they are those that a launcher has made for the job with the servers at `addresses`, if any.
+    """
+    if not environ.get(KEYS):
+        environ = {KEYS: find_job_keys(addresses)}
+    return client_keys_from_env(environ, ("observer", "admin", "worker"))
+
+
+def probe_servers(
+    addresses: Sequence[str], timeout: float, keys: ClientKeys | None = None
+) -> list[Mapping[str, Any] | None]:
     """Query the status of servers without a session; blocks up to `timeout` seconds.
 
     Returns the status of each (see `kvstore_server.engine.facts`); None for one that did not answer in time.
@@ -42,26 +58,40 @@ def probe_servers(addresses: Sequence[str], timeout: float) -> list[Mapping[str,
         KVStoreError: A server answered with an error, as one of another version does.
     """
     deadline = time.monotonic() + timeout
+    answers: dict[Any, list[bytes]] = {}
     with zmq.Context() as context:
-        sockets = [_open_probe_socket(context, address) for address in addresses]
+        sockets = [_open_probe_socket(context, address, keys) for address in addresses]
         try:
-            found: list[Mapping[str, Any] | None] = []
+            # Ask each as soon as there is a connection, then wait for its answer.
+            poller = zmq.Poller()
             for socket in sockets:
-                has_answered = socket.poll(max(0, int(1000 * (deadline - time.monotonic()))))
-                found.append(facts_in_probe_answer(socket.recv_multipart()) if has_answered else None)
+                poller.register(socket, zmq.POLLOUT)
+            while len(answers) < len(sockets) and (left := deadline - time.monotonic()) > 0:
+                for socket, event in poller.poll(max(1, int(1000 * left))):
+                    if event & zmq.POLLOUT:
+                        socket.send_multipart(probe_question())
+                        poller.modify(socket, zmq.POLLIN)
+                    else:
+                        answers[socket] = socket.recv_multipart()
+                        poller.unregister(socket)
         finally:
             for socket in sockets:
                 socket.close()
-    return found
+    return [facts_in_probe_answer(answers[one]) if one in answers else None for one in sockets]
 
 
-def _open_probe_socket(context: Any, address: str) -> Any:
+def _open_probe_socket(context: Any, address: str, keys: ClientKeys | None) -> Any:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.IPV6, "[" in address)
-    socket.connect(address)
-    socket.send_multipart(probe_question())
+    socket.setsockopt(zmq.IMMEDIATE, 1)  # the question goes to a connection that is made
+    # Of two keys that the server may have each is tried: connections to one address, of which one will do.
+    for server in [None] if keys is None else keys.servers:
+        if keys is not None:
+            socket.curve_publickey, socket.curve_secretkey = keys.pair
+            socket.curve_serverkey = server
+        socket.connect(address)
     return socket
 
 
@@ -95,10 +125,11 @@ def facts_in_probe_answer(frames: Sequence[bytes]) -> Mapping[str, Any]:
 def probe_server(address: str, seconds: float) -> str:
     """Return why the server at an address does not serve; empty if it does. Blocks up to `seconds` seconds."""
     try:
-        [facts] = probe_servers([address], seconds)
+        [facts] = probe_servers([address], seconds, read_probe_keys(os.environ, [address]))
     except KVStoreError as error:
         return str(error)
-    return f"no answer within {seconds:g} s" if facts is None else ""
+    hint = "" if os.environ.get(KEYS) else f", or it wants a key ({KEYS})"
+    return f"no answer within {seconds:g} s{hint}" if facts is None else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

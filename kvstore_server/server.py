@@ -32,6 +32,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from kvstore_server.access import AccessControl
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.durable.fd_store import SupervisorFdStore, descriptors_from_fd_store, fd_store_address
 from kvstore_server.durable.snapshot_folder import SnapshotFolder
@@ -41,6 +42,7 @@ from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.snapshots import DEFAULT_PERIOD, SnapshotPeriod, Snapshots
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
+from kvstore_server.keys import ClientTable, ServerKeys
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     KEYS_PER_MESSAGE,
@@ -58,7 +60,13 @@ from kvstore_server.protocol.frames import (
 from kvstore_server.protocol.rows import PACKED_ROWS
 from kvstore_server.shard.shard import Leases
 from kvstore_server.transport.channel import ChannelListener
-from kvstore_server.transport.tcp import prepare_tcp_socket
+from kvstore_server.transport.connections import CHECK_INTERVAL, ConnectionLimits
+from kvstore_server.transport.tcp import (
+    Admission,
+    check_refuses_strangers,
+    prepare_tcp_socket,
+    secure_server_socket,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +90,7 @@ _MESSAGE_COST, _PART_COST = 4096, 256
 """The fixed cost of a message, and of each of its parts, expressed in bytes."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
 OFF, PROCESS = "off", "process"
+_NOBODY = Peer()
 _MIN_LINGER = 1.0
 """The least time in seconds for queued replies to leave when the server ends."""
 
@@ -101,6 +110,7 @@ class ServerOptions:
             or in snapshots.
         state_dir: The directory of snapshots; empty: there are none.
         snapshot_every: How often snapshots are taken.
+        keys: The server's key, and its clients; None: it serves everybody who connects.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -111,6 +121,7 @@ class ServerOptions:
     restart_timeout: float = 60.0
     state_dir: str = ""
     snapshot_every: SnapshotPeriod = DEFAULT_PERIOD
+    keys: ServerKeys | None = None
 
 
 class Service(Protocol):
@@ -224,7 +235,8 @@ class Server:
         name_of: Returns the worker that has a routing id, for the debug log.
 
     Raises:
-        ConfigurationError: The address is in use, or does not belong to this machine.
+        ConfigurationError: The address is in use, or does not belong to this machine; the keys cannot be used, or would
+            not keep strangers out.
     """
 
     def __init__(
@@ -271,17 +283,36 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._set_options()
         self._poller = zmq.Poller()
+        # 5. Who is served, if clients have keys.
+        self._clients: ClientTable | None = None
+        self._access: AccessControl | None = None
+        self._admission: Admission | None = None
+        if options.keys is not None:
+            clients = self._clients = ClientTable(options.keys)
+            self._access = AccessControl(lambda: clients.by_name)
+            self._admission = Admission(self._context, lambda: clients.by_key)
+            self._poller.register(self._admission.socket, zmq.POLLIN)
+            secure_server_socket(self._socket, options.keys.pair)
         if listener is not None:
             self._poller.register(listener.fileno(), zmq.POLLIN)
         self._poller.register(self._socket, zmq.POLLIN)
         try:
             self._socket.bind(options.bind)
+            if options.keys is not None and self._admission is not None:
+                check_refuses_strangers(
+                    self._context, self.endpoint, self._admission, options.keys.pair.public
+                )
+        except ConfigurationError:
+            self.close()
+            raise
         except zmq.ZMQError as error:
             self.close()
             raise ConfigurationError(
                 f"cannot listen on {options.bind}: {error}; is another process there, or is this not an address of "
                 "this machine?"
             ) from None
+        port = self.endpoint.rpartition(":")[2]
+        self._limits = ConnectionLimits(int(port) if port.isdecimal() else 0)
 
     @property
     def endpoint(self) -> str:
@@ -312,11 +343,14 @@ class Server:
                 if is_drained or self._clock() >= self._drain_until:
                     break
             # 2. Receive. If replies are queued, poll only briefly before trying them again.
-            timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else TICK
+            idle = CHECK_INTERVAL if self._limits.has_strangers else TICK
+            timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else idle
             self._budget = _PORTION
             for ready, _ in self._poller.poll(int(timeout * 1000)):
                 if ready is self._socket:
                     self._receive()
+                elif self._admission is not None and ready is self._admission.socket:
+                    self._admission.receive()
                 elif self._listener is not None:
                     self._listener.receive(self._answer)
             # 3. If this turn took very long, the workers' messages have not been read yet: do not call them silent.
@@ -328,11 +362,17 @@ class Server:
                 next_tick = now + SUSPENDED_AFTER  # what the workers said meanwhile has yet to be read
             # 4. Housekeeping: channels, deadlines, and memory of namespaces that have ended.
             looked = now
+            num_strangers_ended = self._limits.num_ended
+            self._limits.check(now)
+            if self._limits.num_ended > num_strangers_ended:
+                self._refused = _MUCH
             if now >= next_tick:
                 if self._listener is not None:
                     self._listener.reap_and_flush(now)
                 self._send_all(self.service.tick(now))
                 next_tick = now + TICK
+                if self._clients is not None:
+                    self._clients.refresh()
                 if self.service.num_ended > num_ended or self._refused >= _MUCH:
                     num_ended, self._refused = self.service.num_ended, 0
                     return_free_memory()
@@ -353,6 +393,8 @@ class Server:
         """Close the socket. Queued replies get the rest of the drain timeout, at least a second, to leave."""
         left = self._drain_until - self._clock() if self.service.is_stopping else 0.0
         self._socket.close(linger=int(1000 * max(left, _MIN_LINGER)))
+        if self._admission is not None:
+            self._admission.socket.close()
         if self._listener is not None:
             self._listener.close()
         self._context.term()
@@ -364,7 +406,7 @@ class Server:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         socket.setsockopt(zmq.RCVHWM, 1000)
         socket.setsockopt(zmq.SNDHWM, 32)  # copies, of up to 1 MiB each
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
         prepare_tcp_socket(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
@@ -384,23 +426,39 @@ class Server:
                 else:
                     self._frames.append(frame)
                 if not frame.more:
-                    self._answer(self._frames[0].bytes, self._long or self._frames[1:], is_shared=False)
+                    peer, name = self._frames[0].bytes, ""
+                    if self._access is not None:
+                        name = str(frame.get("User-Id"))
+                    message = self._long or self._frames[1:]
+                    size, fd = _nbytes_of_message(message), frame.get(zmq.SRCFD)
+                    self._answer(peer, message, False, name)
+                    self._limits.heard(fd, size, self._name_of(peer) != _NOBODY)
                     self._frames, self._long = [], None
                     break
                 if len(self._frames) == 1:
                     self._incoming_since = now
 
-    def _answer(self, peer: bytes, message: Sequence[Frame] | LongMessage, is_shared: bool = True) -> None:
-        """Let the service answer a message of the socket or of shared memory; send or queue the replies."""
-        nbytes = message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
+    def _answer(
+        self, peer: bytes, message: Sequence[Frame] | LongMessage, is_shared: bool = True, client: str = ""
+    ) -> None:
+        """Let the service answer a message of the socket or of shared memory; send or queue the replies.
+
+        Args:
+            client: The name that belongs to the sender's key, if clients have keys.
+        """
+        nbytes = _nbytes_of_message(message)
+        number = 0
         try:
             request = m.Request(
                 *(message.decode() if isinstance(message, LongMessage) else decode_frames(message))
             )
+            number = request.number
+            if self._access is not None:
+                self._access.check(peer, client, request.body)
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
             self._refused += nbytes
-            self._send_all([m.Outgoing(peer, m.Reply(0, m.Failed(*to_wire(error))))])
+            self._send_all([m.Outgoing(peer, m.Reply(number, m.Failed(*to_wire(error))))])
             return
         if isinstance(message, list):
             message.clear()
@@ -431,8 +489,16 @@ class Server:
             "queued": queued,
             "uptime": self._clock() - self._started_at,
             "cpu_seconds": time.process_time(),
+            "is_authenticated": self._access is not None,
+            "refused": self._num_refused(),
         }
         return out._replace(reply=m.Reply(out.reply.number, m.Status({**out.reply.body.values, **own})))
+
+    def _num_refused(self) -> int:
+        """How many connections and messages were refused, or ended before they had a session."""
+        if self._access is None or self._admission is None:
+            return self._limits.num_ended
+        return self._limits.num_ended + self._admission.num_refused + self._access.refused.total()
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         """Send replies, or queue them: for a slow peer, behind other replies, or because this turn has sent enough."""
@@ -558,6 +624,10 @@ class Server:
         for reply in self._backlog.pop(peer).replies:
             for payload in _reply_payloads(reply):
                 self._leases.release(payload)
+
+
+def _nbytes_of_message(message: Sequence[Frame] | LongMessage) -> int:
+    return message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
 
 
 class _Sent(Enum):

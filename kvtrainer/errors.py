@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from kvstore_server.errors import AccessDeniedError as AccessDeniedError
 from kvstore_server.errors import CommandError as CommandError
 from kvstore_server.errors import ConfigurationError as ConfigurationError
 from kvstore_server.errors import ConnectTimeoutError as ConnectTimeoutError

@@ -171,7 +171,11 @@ def watch() -> None:
 
     with kvtrainer.local_cluster(workers=1, servers=1) as cluster:
         assert cluster.servers[0] in run(
-            sys.executable, "-m", "kvtrainer.watch.top", "--once", *cluster.servers
+            sys.executable,
+            "-m",
+            "kvtrainer.watch.top",
+            "--once",
+            *cluster.servers,
         )
     worker = WatchedWorker(0, "here", "", "", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, -1, False)
     view = JobView(0.0, [], [WatchedJob("job", "sync", 1, 1.0, 1, 1, [worker], [], [])])

@@ -47,6 +47,7 @@ SCANCEL = """#!/bin/bash
 [ "$*" = "--signal=TERM 77.0" ] && kill -TERM "$(cat "$STEPS/0")"
 """
 SERVER = """#!/bin/bash
+[ "$1" != keygen ] || { mkdir -m 700 "$2"; exit; }
 echo "$@" >> "$STEPS/servers"
 trap 'echo drained; exit 0' TERM
 [ -z "$SILENT" ] || exit 3
@@ -214,7 +215,15 @@ def test_the_numbers_of_the_manifests_are_of_one_job(manifests: dict[str, Any]) 
     hosts = [f"tcp://{name}-{index}.{service['metadata']['name']}:{port}" for index in range(count)]
     assert place == Topology(0, job["spec"]["completions"], tuple(hosts))
     flags = build_server_parser(env_of(server)).parse_args(["--index", str(count - 1)])
-    assert (flags.num_servers, flags.bind, flags.allow_public_bind) == (count, f"tcp://0.0.0.0:{port}", True)
+    assert (flags.num_servers, flags.bind) == (count, f"tcp://0.0.0.0:{port}")
+    # Both have keys, from one secret, of which workers get their own alone.
+    assert flags.keys == env_of(worker)["KVSTORE_KEYS"] == "/keys"
+    [of_servers, of_workers] = [
+        [one["secret"] for one in pod["spec"]["template"]["spec"]["volumes"] if one["name"] == "keys"]
+        for pod in (servers, manifests["Job"])
+    ]
+    assert of_servers[0]["secretName"] == of_workers[0]["secretName"]
+    assert {item["key"] for item in of_workers[0]["items"]} == {"server.public", "worker.secret"}
     assert flags.drain_timeout < servers["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
 
 

@@ -93,10 +93,13 @@ def test_the_tests_of_pages_that_run_elsewhere_exist() -> None:
 
 @pytest.mark.parametrize("command", PARSERS)
 def test_the_flags_of_commands_that_pages_show_exist(command: str) -> None:
+    # What follows the name of a subcommand is its own.
     known = {option for action in PARSERS[command]()._actions for option in action.option_strings}
     text = "\n".join((DOCS / name).read_text() for name in [*PAGES, "../README.md"])
     shown = re.findall(rf"(?<![\w-]){command}((?: +[\w./:@=,'\[\]-]+)+)", text)
-    own = [re.split(r" python| -- ", one)[0] for one in shown]  # what comes after that is the script's
+    own = [
+        re.split(r" python| -- | keygen", one)[0] for one in shown
+    ]  # what comes after that is the script's
     flags = {flag.partition("=")[0] for one in own for flag in re.findall(r"(?<= )--?[a-zA-Z][\w=-]*", one)}
     assert flags
     assert flags - known == set()

@@ -1,5 +1,9 @@
 """Options and routing ids of ZeroMQ sockets: dead peers are detected, and routing ids cannot be guessed.
 
+With keys, sockets encrypt what they carry (CURVE), and a server asks for each new connection whether it knows the
+client's key (`Admission`), before it reads anything else from it. libzmq accepts every key where nobody answers that
+question, unless it is told to insist; `check_refuses_strangers` tries it out.
+
 Detection uses TCP keepalive, not ZeroMQ heartbeats: libzmq aborts the process if a heartbeat is due on a connection
 that broke while its queue was full and unread (`Assertion failed: !_io_error`, zeromq/libzmq#3937). Whether the
 program at the other end still works is known from our own heartbeats.
@@ -7,12 +11,22 @@ program at the other end still works is known from our own heartbeats.
 
 from __future__ import annotations
 
+import logging
 import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
 from typing import Any
 
 import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.keys import ClientKeys, KeyHolder, KeyPair, make_pair
 from kvstore_server.protocol.messages import SECRET_BYTES
+
+_log = logging.getLogger(__name__)
 
 _GONE_AFTER = 30
 """Seconds without an acknowledgement after which a connection counts as broken and is opened again."""
@@ -35,3 +49,149 @@ def tcp_routing_id() -> bytes:
     """Return a random routing id. A process that knows it can take the socket's place, so only its server is told."""
     first = 1 + secrets.randbelow(255)  # generated ids of ZeroMQ begin with 0
     return bytes([first]) + secrets.token_bytes(SECRET_BYTES - 1)
+
+
+# ---------------------------------------------------------------- what becomes of a connection
+
+CLOSED = int(zmq.EVENT_DISCONNECTED)
+FAILED = int(
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""Events for a monitor that `read_monitor` reads: the end of a connection, and a server that does not let one in."""
+
+
+class ConnectionEvent(Enum):
+    UNKNOWN_KEY = auto()
+    """The server does not know the key of this side. ZeroMQ does not connect again."""
+    NO_KEYS = auto()
+    """One side uses keys, and the other one does not. ZeroMQ does not connect again."""
+    OTHER_KEY = auto()
+    """The other side has ended the handshake: perhaps its key is another one."""
+    GONE = auto()
+    """Any other event that was asked for."""
+
+
+def read_monitor(monitor: Any) -> Iterator[ConnectionEvent]:
+    """Yield the events that a monitor's socket has. Does not block."""
+    while True:
+        try:
+            told = recv_monitor_message(monitor, zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        event = told["event"]
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            yield ConnectionEvent.UNKNOWN_KEY
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            is_mismatch = told["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+            yield ConnectionEvent.NO_KEYS if is_mismatch else ConnectionEvent.OTHER_KEY
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            yield ConnectionEvent.OTHER_KEY
+        elif event != zmq.EVENT_MONITOR_STOPPED:
+            yield ConnectionEvent.GONE
+
+
+# ---------------------------------------------------------------- keys
+
+_ZAP = "inproc://zeromq.zap.01"
+"""Where libzmq asks about new connections (rfc.zeromq.org/spec/27)."""
+_ZAP_FRAMES = 7
+_DOMAIN = b"kvstore"
+_ACCEPTED, _REFUSED = b"200", b"400"
+_SELF_TEST_TIME = 10.0
+_OUTCOMES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+def secure_server_socket(socket: Any, pair: KeyPair) -> None:
+    """Let a socket serve only clients that an `Admission` of its context accepts. Call it before `bind`."""
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = pair
+    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody is accepted
+
+
+def secure_client_socket(socket: Any, keys: ClientKeys, at: int = 0) -> None:
+    """Let a socket talk only to the server with the `at`-th of its public keys. Call it before `connect`."""
+    socket.curve_publickey, socket.curve_secretkey = keys.pair
+    socket.curve_serverkey = keys.servers[at % len(keys.servers)]
+
+
+class Admission:
+    """Answers libzmq's question whether a client may connect.
+
+    Its socket is polled by the loop that also serves the clients: a server that hangs accepts nobody.
+
+    Args:
+        clients: Returns the present clients by public key.
+    """
+
+    def __init__(self, context: Any, clients: Callable[[], Mapping[bytes, KeyHolder]]) -> None:
+        self._clients = clients
+        self.num_refused = 0
+        self.tested = b""
+        """The key with which the server itself tries whether it is refused."""
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP)
+
+    def receive(self) -> None:
+        """Answer all questions that have come. Does not block."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, number, *rest = [*frames, b"", b""][: max(2, len(frames))]
+            name = self._name_of(rest) if len(frames) == _ZAP_FRAMES and version == b"1.0" else ""
+            status = _ACCEPTED if name else _REFUSED
+            self.socket.send_multipart([b"1.0", number, status, b"", name.encode(), b""])
+
+    def _name_of(self, question: list[bytes]) -> str:
+        """Return the name of the client that asks; empty if it is not known, which is counted and logged."""
+        domain, address, _routing_id, mechanism, key = question
+        if mechanism == b"CURVE" and domain == _DOMAIN and len(key) == 32:
+            public = z85.encode(key)
+            client = self._clients().get(public)
+            if client is not None:
+                return client.name
+            if public == self.tested:
+                return ""
+        self.num_refused += 1
+        _log.warning("refused a connection from %s: its key is not known", address.decode(errors="replace"))
+        return ""
+
+
+def check_refuses_strangers(context: Any, endpoint: str, admission: Admission, server: bytes) -> None:
+    """Connect with a key that nobody knows; blocks until the server's socket refuses it.
+
+    Raises:
+        ConfigurationError: It does not; then it must not serve.
+    """
+    stranger = ClientKeys("stranger", make_pair(), (server,))
+    admission.tested = stranger.pair.public
+    socket = context.socket(zmq.DEALER)
+    monitor = socket.get_monitor_socket(_OUTCOMES)
+    told = 0
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        secure_client_socket(socket, stranger)
+        prepare_tcp_socket(socket, endpoint)
+        socket.connect(endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"))
+        deadline = time.monotonic() + _SELF_TEST_TIME
+        while not told and time.monotonic() < deadline:
+            admission.receive()
+            if monitor.poll(5):
+                told = int(recv_monitor_message(monitor)["event"])
+    finally:
+        socket.disable_monitor()
+        monitor.close(linger=0)
+        socket.close(linger=0)
+    if told != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        found = (
+            "accepts any key" if told else f"has not answered its own question within {_SELF_TEST_TIME:g} s"
+        )
+        raise ConfigurationError(
+            f"the server at {endpoint} {found}, so it would not keep strangers out; is libzmq "
+            f"({zmq.zmq_version()}) the one of pyzmq's wheel?"
+        )

@@ -7,7 +7,8 @@ or it breaks, they go over ZeroMQ; what was lost with it is requested again by t
 
 A server that is restarted when its process ends gets new sockets and a new channel (`reconnect`, `reopen`), so nothing
 of the old process is mixed with what its successor sends. Over TCP the end of a connection is known from ZeroMQ's
-monitor of the socket.
+monitor of the socket, and so is that a server refuses this process's key: ZeroMQ would not connect again, and say
+nothing.
 
 Requests wait in one heap per server, by priority, until the channel or the socket takes them. Over ZeroMQ a
 `FlowWindow` limits how much of a round is on its way. All sockets, channels and process descriptors are in one poller.
@@ -26,7 +27,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,7 +36,8 @@ import zmq
 from kvstore_server.check import is_loopback
 from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_descriptors_error
 from kvstore_server.engine.memory import keep_free_memory
-from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, describe
+from kvstore_server.errors import AccessDeniedError, ConfigurationError, KVStoreError, ProtocolError, describe
+from kvstore_server.keys import ClientKeys
 from kvstore_server.processes import Process, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -48,7 +50,15 @@ from kvstore_server.protocol.frames import (
 )
 from kvstore_server.protocol.messages import MAX_SOCKETS
 from kvstore_server.transport.channel import Channel, connect_channel, watch_over_channel
-from kvstore_server.transport.tcp import prepare_tcp_socket, tcp_routing_id
+from kvstore_server.transport.tcp import (
+    CLOSED,
+    FAILED,
+    ConnectionEvent,
+    prepare_tcp_socket,
+    read_monitor,
+    secure_client_socket,
+    tcp_routing_id,
+)
 from kvtrainer.client.flow_control import FlowWindow
 from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
@@ -81,12 +91,19 @@ class Connection(Transport):
         water_mark: How many messages to a server may be in ZeroMQ's queue; others wait here, sorted by priority. 0:
             all are passed to ZeroMQ at once, in order.
         transport: One of `env.TRANSPORTS`.
+        keys: This process's key and those of the servers; None: neither has any.
 
     Raises:
         ConfigurationError: this process has too many files open.
     """
 
-    def __init__(self, addresses: Sequence[str], water_mark: int = 0, transport: str = "auto") -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        water_mark: int = 0,
+        transport: str = "auto",
+        keys: ClientKeys | None = None,
+    ) -> None:
         self.num_servers = len(addresses)
         self._addresses = list(addresses)
         # 1. Sockets.
@@ -101,15 +118,15 @@ class Connection(Transport):
         new socket with the id of the one before could be taken for that one, which may still be about to connect."""
         self._num_sockets = [0] * len(addresses)
         """How many sockets for requests there were before the present one, by server."""
+        self._keys = keys
+        self._key_at = [0] * len(addresses)
+        """By server: which of the servers' public keys it has. Another one is tried when it does not fit."""
         self._sockets: list[Any] = []
         self._heartbeat_sockets: list[Any] = []
         try:
-            for server, address in enumerate(addresses):
-                own, other = self._own_id(server), self._ids[server][0]
-                self._sockets.append(_connect_dealer(self._context, address, own, sent=water_mark))
-                self._heartbeat_sockets.append(
-                    _connect_dealer(self._context, address, other, sent=2, received=2)
-                )
+            for server in range(len(addresses)):
+                self._sockets.append(self._connect(server, water_mark))
+                self._heartbeat_sockets.append(self._connect_heartbeat(server))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -130,6 +147,13 @@ class Connection(Transport):
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, _IN)
+        self._refusals: dict[int, str] = {}
+        """Server → why it does not let this process in, as far as that can be seen."""
+        self._monitors: dict[Any, int] = {}
+        """Socket that tells what happens to the connection to a server → this server."""
+        self._num_monitors = 0
+        for server in range(len(addresses)):
+            self._monitor(server, FAILED)
         self._polls_only = False
         """The caller polls instead of blocking."""
         self._is_watching = False
@@ -146,9 +170,6 @@ class Connection(Transport):
         self.ended: set[int] = set()
         self._restartable: Collection[int] = ()
         self.disconnected: set[int] = set()
-        self._monitors: dict[Any, int] = {}
-        """Socket that tells when the connection to a restartable server is closed → its server."""
-        self._num_monitors = 0
         self._water_mark = water_mark
         self._heartbeats: _ConnectionHeartbeats | None = None
         self._is_closed = False
@@ -218,6 +239,7 @@ class Connection(Transport):
 
         Raises:
             KVStoreError: the heartbeat thread has failed, so servers will take this process for dead.
+            AccessDeniedError: a server does not accept this process's key, or its lack of one.
         """
         if self._is_closed or os.getpid() != self._pid:
             return None
@@ -252,9 +274,7 @@ class Connection(Transport):
                     has_ended = True
                     continue
                 if ready in self._monitors:
-                    _drain_connection_socket(ready)
-                    self.disconnected.add(self._monitors[ready])
-                    has_ended = True
+                    has_ended |= self._take_events(self._monitors[ready], ready)
                     continue
                 if event & _OUT and ready in self._index:
                     self._flush(self._index[ready])
@@ -325,6 +345,42 @@ class Connection(Transport):
                 self._poller.modify(channel.fileno(), _IN | (_OUT if is_full else 0))
             self._poller.modify(self._sockets[server], _IN | (_OUT if waits_for_socket else 0))
 
+    def _take_events(self, server: int, monitor: Any) -> bool:
+        """Read what a monitor tells; return whether a restartable server is gone."""
+        is_gone = False
+        for event in read_monitor(monitor):
+            if event is ConnectionEvent.UNKNOWN_KEY:
+                name = "" if self._keys is None else self._keys.name
+                raise AccessDeniedError(
+                    f"{self.describe(server)} does not know the key of client {name!r}; add it to the server's "
+                    "clients.json (kvstore-server keygen --client), or use another key (KVSTORE_KEYS, KVSTORE_KEY_NAME)"
+                )
+            if event is ConnectionEvent.NO_KEYS:
+                raise AccessDeniedError(
+                    f"{self.describe(server)} takes only clients with a key: name the directory that has one in "
+                    "KVSTORE_KEYS"
+                    if self._keys is None
+                    else f"{self.describe(server)} has no key, and this process accepts only servers that have one "
+                    "(KVSTORE_KEYS); start it with --keys"
+                )
+            if event is ConnectionEvent.OTHER_KEY:
+                self._refusals[server] = (
+                    "it broke the connection off before it said anything, as a server does whose key is none of those "
+                    "in server.public"
+                )
+                if self._keys is not None and len(self._keys.servers) > 1 and server not in self._answered:
+                    self._key_at[server] += 1
+                    self._replace_socket(server)
+                    break
+            is_gone |= event is ConnectionEvent.GONE
+        if is_gone and server in self._restartable:
+            self.disconnected.add(server)
+            return True
+        return False
+
+    def why_refused(self, server: int) -> str:
+        return self._refusals.get(server, "")
+
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"
 
@@ -364,16 +420,20 @@ class Connection(Transport):
             ConfigurationError: the transport is "shm", and some server is not on this host.
         """
         self._restartable = restartable
+        for server in range(self.num_servers):
+            self._end_monitor(server)
         for server in restartable:
             # A connection that is made only now is one to another process than the one that has welcomed this worker.
-            self._monitor(server, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._monitor(server, CLOSED | FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         for server, (run, session) in enumerate(sessions):
             if self._transport != "tcp":
                 self._share_memory(server, run, session)
             self._watch(server, run, session)
         if len(self._channels) < self.num_servers:
             keep_free_memory()
-        self._heartbeats = _ConnectionHeartbeats(self._heartbeat_sockets, sessions, report)
+        self._heartbeats = _ConnectionHeartbeats(
+            self._heartbeat_sockets, sessions, report, self._key_at, self._connect_heartbeat
+        )
 
     def _monitor(self, server: int, events: int) -> None:
         with suppress(
@@ -396,11 +456,6 @@ class Connection(Transport):
         # 1. The old process's channel, socket and monitor, with all that is on its way.
         if server in self._channels:
             self._lose_channel(server, ConnectionResetError("it is restarted"))
-        self._end_monitor(server)
-        former = self._sockets[server]
-        self._poller.unregister(former)
-        del self._index[former]
-        former.close(linger=0)
         for fd in [one for one, of in self._ends.items() if of == server]:
             self._poller.unregister(fd)
             del self._ends[fd]
@@ -411,13 +466,32 @@ class Connection(Transport):
         for known in (self._answered, self._leaving, self.ended, self.disconnected):
             known.discard(server)
         # 3. A new socket, which tries to connect at short intervals.
+        self._replace_socket(server)
+
+    def _replace_socket(self, server: int) -> None:
+        """Connect again with a new socket; what the former one still had to send or receive is lost."""
+        self._end_monitor(server)
+        former = self._sockets[server]
+        self._poller.unregister(former)
+        del self._index[former]
+        former.close(linger=0)
         self._num_sockets[server] += 1
-        address, own = self._addresses[server], self._own_id(server)
-        socket = _connect_dealer(self._context, address, own, sent=self._water_mark, max_retry_ms=0)
+        socket = self._connect(server, self._water_mark, max_retry_ms=0)
         self._sockets[server] = socket
         self._index[socket] = server
         self._poller.register(socket, _IN)
-        self._monitor(server, zmq.EVENT_DISCONNECTED)
+        self._monitor(server, CLOSED | FAILED)
+
+    def _connect(self, server: int, sent: int, max_retry_ms: int = _MAX_RETRY_MS) -> Any:
+        address, own = self._addresses[server], self._own_id(server)
+        return _connect_dealer(
+            self._context, address, own, self._keys, self._key_at[server], sent, max_retry_ms=max_retry_ms
+        )
+
+    def _connect_heartbeat(self, server: int) -> Any:
+        """Connect a socket for heartbeats. Also called by the thread that sends them."""
+        address, own, at = self._addresses[server], self._ids[server][0], self._key_at[server]
+        return _connect_dealer(self._context, address, own, self._keys, at, sent=2, received=2)
 
     def reopen(self, server: int, run: int, session: int) -> bool:
         if self._transport != "tcp":
@@ -519,22 +593,29 @@ class Connection(Transport):
             self._flush(server)
 
 
-def _drain_connection_socket(socket: Any) -> None:
-    with suppress(zmq.Again):
-        while True:
-            socket.recv_multipart(_NOW)
-
-
 def _room_for(request: m.Request) -> int:
     frames, payloads = encode_frames_and_payloads(request)
     return sum(map(len, frames)) + sum([payload.nbytes for payload in payloads or ()])
 
 
 class _ConnectionHeartbeats:
-    """The heartbeat thread. It closes the sockets, one per server."""
+    """The heartbeat thread. It closes the sockets, one per server.
 
-    def __init__(self, sockets: Sequence[Any], sessions: SessionIds, report: MakeReport) -> None:
+    Args:
+        key_at: By server, which of the servers' public keys it has.
+        connect: Makes a socket to a server whose key has changed.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[Any],
+        sessions: SessionIds,
+        report: MakeReport,
+        key_at: Sequence[int],
+        connect: Callable[[int], Any],
+    ) -> None:
         self._sockets = list(sockets)
+        self._key_at, self._connect, self._used = key_at, connect, list(key_at)
         self._sessions = list(sessions)
         self._report = report
         self.heard = [0.0] * len(self._sockets)
@@ -566,6 +647,10 @@ class _ConnectionHeartbeats:
     def _beat(self) -> None:
         sign = m.Heartbeat(self._report())
         for server, socket in enumerate(self._sockets):
+            if self._used[server] != self._key_at[server]:
+                self._used[server] = self._key_at[server]
+                socket.close(linger=0)
+                socket = self._sockets[server] = self._connect(server)
             # Any answer counts. If the server has lost the session, the main thread will find out.
             while socket.poll(0):
                 socket.recv_multipart()
@@ -578,6 +663,8 @@ def _connect_dealer(
     context: Any,
     address: str,
     own: bytes,
+    keys: ClientKeys | None = None,
+    key_at: int = 0,
     sent: int = 0,
     received: int = 0,
     max_retry_ms: int = _MAX_RETRY_MS,
@@ -594,5 +681,7 @@ def _connect_dealer(
     socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, max_retry_ms)
     prepare_tcp_socket(socket, address)
+    if keys is not None:
+        secure_client_socket(socket, keys, key_at)
     socket.connect(address)
     return socket

@@ -192,6 +192,9 @@ class FaultyTransport(Transport):
     def how_ended(self, server: int) -> str:
         return self._inner.how_ended(server)
 
+    def why_refused(self, server: int) -> str:
+        return self._inner.why_refused(server)
+
     def channel(self, server: int) -> Channel | None:
         return self._inner.channel(server)
 

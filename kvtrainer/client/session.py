@@ -143,6 +143,10 @@ class Transport(ABC):
     def how_ended(self, server: int) -> str:
         return ""
 
+    def why_refused(self, server: int) -> str:
+        """Return why a server that has not answered may refuse this process; empty if nothing is known."""
+        return ""
+
     def channel(self, server: int) -> Channel | None:
         """Return the channel to a server that shares memory; None without one, or after it broke."""
         return None
@@ -835,9 +839,10 @@ class Session:
 
     def _no_answer_error(self, server: int, body: m.RequestBody, timeout: float) -> KVStoreError:
         if isinstance(body, m.Hello):
+            why = self.transport.why_refused(server)
             return ConnectTimeoutError(
-                f"{self.describe(server)} did not answer within {timeout:g} s; is it running, and is KVSTORE_SERVERS "
-                "right? (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
+                f"{self.describe(server)} did not answer within {timeout:g} s{why and f': {why}'}; is it running, and "
+                "is KVSTORE_SERVERS right? (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
             )
         if isinstance(body, m.PullRows):
             return self.deadline_error([_ControlCall(server, 0, body)], "send rows")

@@ -14,17 +14,22 @@ Within `train` all of `ray.train` works as with Ray's own trainers: `report`, `g
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore_server.keys import KEYS, OFF
 from kvtrainer.common.env import Topology, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import guard_import
 from kvtrainer.jobs.cluster import ClusterProcesses, start_cluster_servers
+from kvtrainer.jobs.guardian import make_keys_directory
 from kvtrainer.jobs.job import JobTimeouts
+from kvtrainer.jobs.job_keys import JobKeys
 from kvtrainer.jobs.processes import server_command
 
 with guard_import("ray"):
@@ -45,8 +50,6 @@ class KVStoreConfig(BackendConfig):  # type: ignore[misc]
         server_args: Flags for every server, such as `["--import", "my_optimizers"]`.
         restart: How often the process of each server is started again when it is killed or fails, with its weights.
             When a worker, an actor or a host is lost, Ray starts the whole job again, as `FailureConfig` says.
-        allow_public_bind: Allow servers to listen on addresses that other hosts can reach, although traffic is neither
-            authenticated nor encrypted. Required for a job on several hosts.
         start_timeout: Seconds for Ray to place the servers, and for them to listen.
 
     Raises:
@@ -58,7 +61,6 @@ class KVStoreConfig(BackendConfig):  # type: ignore[misc]
     placement_strategy: str = "PACK"
     server_args: Sequence[str] = ()
     restart: int = 0
-    allow_public_bind: bool = False
     start_timeout: float = JobTimeouts.start
 
     def __post_init__(self) -> None:
@@ -108,7 +110,11 @@ class KVTrainer(DataParallelTrainer):  # type: ignore[misc]
 
 
 class RayBackend(Backend):  # type: ignore[misc]
-    """Starts servers as actors in a placement group, and tells the workers their addresses."""
+    """Starts servers as actors in a placement group, and tells the workers their addresses.
+
+    Keys are made for each start of the job, so servers accept nobody else, and all traffic is encrypted. Ray carries
+    them to the processes as arguments of calls, which it shows nowhere.
+    """
 
     _placement: Any = None
     _servers: Sequence[Any] = ()
@@ -118,7 +124,7 @@ class RayBackend(Backend):  # type: ignore[misc]
 
         Raises:
             ConnectTimeoutError: Ray cannot place the servers.
-            ConfigurationError: Workers or servers are on several hosts, and servers may not listen there.
+            ConfigurationError: KVSTORE_KEYS names a directory of keys that cannot be used.
         """
         try:
             self._start(backend_config)
@@ -161,17 +167,17 @@ class RayBackend(Backend):  # type: ignore[misc]
         """Make the servers listen where all workers reach them, and publish their addresses."""
         of_workers = worker_group.execute(_ray_node_address)
         hosts = {*of_workers, *ray.get([server.host.remote() for server in self._servers])}
-        if len(hosts) > 1 and not config.allow_public_bind:
-            raise ConfigurationError(
-                f"the job is on the hosts {', '.join(sorted(hosts))}, but servers listen on loopback only, because "
-                "traffic is neither authenticated nor encrypted; on a network that you trust pass "
-                "KVStoreConfig(allow_public_bind=True)"
-            )
-        servers = tuple(ray.get([one.listen.remote(config, len(hosts) > 1) for one in self._servers]))
+        keys = JobKeys(os.environ)
+        try:
+            of_server, of_worker = keys.files_for(True), keys.files_for(False)
+        finally:
+            keys.close()
+        is_public = len(hosts) > 1
+        servers = tuple(ray.get([one.listen.remote(config, is_public, of_server) for one in self._servers]))
         told = []
         for rank, host in enumerate(of_workers):
             place = Topology(rank, len(of_workers), servers).as_variables(of_workers[:rank].count(host))
-            told.append(worker_group.execute_single_async(rank, _set_ray_environment, place))
+            told.append(worker_group.execute_single_async(rank, _set_ray_environment, place, of_worker))
         ray.get(told)
 
 
@@ -180,14 +186,18 @@ class RayServer:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._group = ClusterProcesses(JobTimeouts.grace, threading.Condition())
 
     def host(self) -> str:
         return _ray_node_address()
 
-    def listen(self, config: KVStoreConfig, is_public: bool) -> str:
+    def listen(self, config: KVStoreConfig, is_public: bool, keys: dict[str, str]) -> str:
+        """Start the server; `keys` are the files of its directory of keys, none without keys."""
+        directory = make_keys_directory(keys) if keys else OFF
+        self._group = ClusterProcesses(
+            JobTimeouts.grace, threading.Condition(), {KEYS: directory}, directory if keys else ""
+        )
         bind = tcp_address(_ray_node_address() if is_public else "127.0.0.1", 0)
-        flags = ["--bind", bind, *(["--allow-public-bind"] if is_public else []), *config.server_args]
+        flags = ["--bind", bind, *config.server_args]
         command = server_command(self._index, config.num_servers, JobTimeouts.grace, flags, config.restart)
         [address] = start_cluster_servers(self._group, {self._index: command}, config.start_timeout)
         return address
@@ -197,5 +207,8 @@ def _ray_node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _set_ray_environment(place: dict[str, str]) -> None:
-    os.environ.update(place)
+def _set_ray_environment(place: dict[str, str], keys: dict[str, str]) -> None:
+    directory = make_keys_directory(keys) if keys else OFF
+    if keys:
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    os.environ.update({**place, KEYS: directory})

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from kvstore_server.engine.views import check_backup_workers
+from kvstore_server.keys import KEYS, OFF
 from kvtrainer.common.env import REJOIN_TIMEOUT, Topology, as_int, parse_address, parse_range
 from kvtrainer.errors import (
     ArgumentTypeError,
@@ -42,6 +43,7 @@ from kvtrainer.errors import (
 )
 from kvtrainer.jobs.guardian import GUARDIAN_DIES, end_with_parent, guarded_environment
 from kvtrainer.jobs.job import JobTimeouts
+from kvtrainer.jobs.job_keys import JobKeys
 from kvtrainer.jobs.processes import (
     LAST_OUTPUT_WAIT,
     ChildProcess,
@@ -72,7 +74,8 @@ def local_cluster(
 ) -> LocalCluster:
     """Start servers on this host and return the cluster, a context manager that ends them. Blocks until they listen.
 
-    No process outlives this program, even if it is killed.
+    No process outlives this program, even if it is killed. The servers accept only processes of this cluster, by keys
+    that are made for it (unless KVSTORE_KEYS names some, or is "off").
 
     Args:
         workers: Number of processes that run a function, at least 1. "MIN..MAX" starts MAX, and a run goes on without
@@ -136,9 +139,11 @@ class LocalCluster:
         self._is_closed = False
         self._changed = threading.Condition()
         self._group: ClusterProcesses | None = None
+        self._keys: JobKeys | None = None
         self.num_workers = workers
         self.servers: tuple[str, ...] = ()
-        """Addresses of the servers, by index, as KVSTORE_SERVERS and `kvstore.create(servers=…)` take them."""
+        """Addresses of the servers, by index, as KVSTORE_SERVERS and `kvstore.create(servers=…)` take them. Such
+        a store needs `keys`, too."""
         self._start()
 
     def __repr__(self) -> str:
@@ -188,13 +193,18 @@ class LocalCluster:
         self.close()
 
     def _start(self) -> ClusterProcesses:
-        group = self._group = ClusterProcesses(self._limits.grace, self._changed)
+        self._keys = JobKeys(os.environ) if self._num_servers else None
+        remove = self.keys if self._keys is not None and self._keys.is_own else ""
+        grace = self._limits.grace
+        group = self._group = ClusterProcesses(grace, self._changed, self._key_variables, remove)
         count, grace, flags = self._num_servers, self._limits.grace, self._server_args
         commands = {
             index: server_command(index, count, grace, flags, self._restart) for index in range(count)
         }
         try:
             self.servers = start_cluster_servers(group, commands, self._limits.start)
+            if self._keys is not None:
+                self._keys.note_servers(self.servers)
         except BaseException:
             self._end()
             raise
@@ -204,10 +214,22 @@ class LocalCluster:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+        keys, self._keys = self._keys, None
+        if keys is not None:
+            keys.close()
+
+    @property
+    def keys(self) -> str:
+        """The directory of keys for a store of this process, as `kvstore.create(servers=…, keys=…)` takes it."""
+        return self._key_variables.get(KEYS, OFF)
+
+    @property
+    def _key_variables(self) -> Mapping[str, str]:
+        return {} if self._keys is None else self._keys.environment
 
     def _run(self, servers: ClusterProcesses, packed: bytes) -> list[Any]:
         code = ClusterMemFile()
-        group = ClusterProcesses(self._limits.grace, self._changed)
+        group = ClusterProcesses(self._limits.grace, self._changed, self._key_variables)
         topology = Topology(0, self.num_workers, self.servers, self._elastic, self._backup_workers)
         workers = _ClusterWorkers(group, topology, code, self._restart)
         # 1. Start the workers, wait for all of them or for the first failure, and collect what they wrote.
@@ -477,8 +499,20 @@ def print_cluster_line(target: int, tag: str, line: bytes) -> None:
 class ClusterProcesses(ProcessGroup):
     """Processes whose event loop runs in a thread. Notifies `changed` when one may have changed, and every second."""
 
-    def __init__(self, grace: float, changed: threading.Condition) -> None:
-        super().__init__(ProcessEvents(), grace)
+    def __init__(
+        self,
+        grace: float,
+        changed: threading.Condition,
+        keys: Mapping[str, str] | None = None,
+        remove: str = "",
+    ) -> None:
+        """
+        Args:
+            keys: Variables with which all processes find their keys.
+            remove: A directory that is removed at the end, also if this program is killed; empty: none.
+        """
+        self._keys = keys or {}
+        super().__init__(ProcessEvents(), grace, remove)
         self._changed = changed
         self._is_closed = False
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -495,7 +529,9 @@ class ClusterProcesses(ProcessGroup):
         pass_fds: Sequence[int] = (),
     ) -> ChildProcess:
         """Start a process. `place` is added to this program's environment, and `share` divides the CPU cores."""
-        environ = guarded_environment({**inherited_environment(os.environ), **place}, self.mark, share)
+        environ = guarded_environment(
+            {**inherited_environment(os.environ), **self._keys, **place}, self.mark, share
+        )
         child = ChildProcess(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
         self.add(child)
         self._notice_end_of(child.process.pid)

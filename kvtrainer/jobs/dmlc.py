@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from kvstore_server import cli
 from kvstore_server.check import is_loopback
+from kvstore_server.debug_log import Peer
 from kvstore_server.engine.engine import Engine
 from kvstore_server.errors import (
     ConfigurationError,
@@ -38,6 +39,7 @@ from kvstore_server.errors import (
     describe,
     from_wire,
 )
+from kvstore_server.keys import KEYS, OFF, client_keys_from_env, read_server_keys
 from kvstore_server.log_limit import limited_log
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
@@ -49,7 +51,7 @@ from kvtrainer.common import env
 from kvtrainer.jobs.scheduler import SERVER, WORKER, Scheduler
 
 SCHEDULER = "scheduler"
-ALLOW_PUBLIC = "KVSTORE_ALLOW_PUBLIC_BIND"
+ALLOW_UNAUTHENTICATED = "KVSTORE_ALLOW_UNAUTHENTICATED_BIND"
 MAX_PROCESSES = 4096
 """The most processes of one role in a job."""
 # Variables with the rank within the role. The first one that is set counts.
@@ -179,14 +181,20 @@ def serve_dmlc_role(
         )
     limits = _read_dmlc_timeouts(environ, connect_timeout, dead_after)
     if job.role == SCHEDULER:
-        _run_dmlc_scheduler(job, *limits)
+        _run_dmlc_scheduler(environ, job, *limits)
     _run_dmlc_server(environ, job, *limits)
 
 
-def _run_dmlc_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
+def _run_dmlc_scheduler(
+    environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_after: float
+) -> NoReturn:
     scheduler = Scheduler(job.num_workers, job.num_servers, timeout, dead_after, time.monotonic())
-    # The launcher chose this address so that other hosts can reach it, so it may be public.
-    server = Server(scheduler, ServerOptions(_numeric_dmlc_address(job.root), drain_timeout=dead_after))
+    address = _numeric_dmlc_address(job.root)
+    _check_dmlc_bind(environ, urlsplit(address).hostname or "", "the scheduler of this job listens")
+    directory = env.text_of(environ, KEYS)
+    keys = read_server_keys(directory) if directory not in ("", OFF) else None
+    options = ServerOptions(address, drain_timeout=dead_after, keys=keys)
+    server = Server(scheduler, options, name_of=lambda _: Peer("process"))
     server.stop_when(scheduler.is_over)
     try:
         with limited_log():
@@ -280,7 +288,8 @@ def _join_dmlc_job(job: DmlcJob, rank: int | None, timeout: float, dead_after: f
             _GROUP, topology.rank, job.num_workers + 1, connect_timeout=timeout, dead_after=dead_after,
             capability=capability(), address=f"{socket.gethostname()}:{os.getpid()}",
         )  # fmt: skip
-        servers = Session(Connection(topology.servers, transport="tcp"), options, time.monotonic)
+        connection = Connection(topology.servers, transport="tcp", keys=client_keys_from_env(os.environ))
+        servers = Session(connection, options, time.monotonic)
         servers.connect()
     except BaseException as error:
         if servers is not None:
@@ -307,7 +316,7 @@ class DmlcSchedulerClient:
         # The name may become resolvable while this waits.
         with suppress(ConfigurationError):
             root = _numeric_dmlc_address(root)
-        self._connection = Connection([root], transport="tcp")
+        self._connection = Connection([root], transport="tcp", keys=client_keys_from_env(os.environ))
         self._number = 0
         self._session = 0
 
@@ -398,13 +407,21 @@ def _dmlc_server_host(environ: Mapping[str, str], job: DmlcJob, is_one_machine: 
     if is_one_machine:
         return "127.0.0.1"
     host = env.numeric_host(job.node_host) if job.node_host else env.host_towards(job.root)
-    if not is_loopback(host) and environ.get(ALLOW_PUBLIC, "") != "1":
-        raise ConfigurationError(
-            f"the processes of this job are on several machines, so its servers must listen on an address like {host} "
-            f"that other hosts can reach; set {ALLOW_PUBLIC}=1 for all processes if you trust the network, because "
-            "traffic is neither authenticated nor encrypted"
-        )
+    _check_dmlc_bind(
+        environ, host, "the processes of this job are on several machines, so its servers listen"
+    )
     return host
+
+
+def _check_dmlc_bind(environ: Mapping[str, str], host: str, why: str) -> None:
+    """Raise ConfigurationError if a process must not listen on an address of this host."""
+    has_keys = env.text_of(environ, KEYS) not in ("", OFF)
+    if not (has_keys or is_loopback(host) or environ.get(ALLOW_UNAUTHENTICATED, "") == "1"):
+        raise ConfigurationError(
+            f"{why} on an address like {host} that other hosts can reach, where everybody could read and change all "
+            f"weights; make keys (kvstore-server keygen DIR) and set {KEYS}=DIR for all processes, or set "
+            f"{ALLOW_UNAUTHENTICATED}=1 on a network that you trust"
+        )
 
 
 def _numeric_dmlc_address(address: str) -> str:

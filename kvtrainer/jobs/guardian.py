@@ -5,13 +5,14 @@ launcher holds, so it sees the end of the pipe as soon as the launcher has exite
 to every process of the job, and SIGKILL to the rest after a while. A process belongs to the job if it is in one of
 these sessions, or has the job's mark in its environment, as a grandchild in another session has.
 
-    python guardian.py --grace SEC --mark MARK
+    python guardian.py --grace SEC --mark MARK [--remove DIR]
 
 On another host (`kvlaunch -H`) it runs one process of the job. Its standard input comes from the launcher through ssh:
 a byte asks for a signal. At its end, when launcher, ssh or network is gone, it ends the process, all of its
-descendants, and itself.
+descendants, and itself. With --keys the first line has the files of a directory of keys, which it makes for the
+process and removes at the end.
 
-    python -m kvtrainer.jobs.guardian --grace SEC [--share N] -- COMMAND [ARG ...]
+    python -m kvtrainer.jobs.guardian --grace SEC [--share N] [--keys] -- COMMAND [ARG ...]
 
 The file is run by its path, so it imports only the standard library.
 """
@@ -21,16 +22,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 
+KEYS = "KVSTORE_KEYS"
+"""The environment variable with a process's directory of keys."""
 MARK = "KVLAUNCH_MARK"
 """Environment variable that marks every process of a job. Nested jobs append their marks."""
 KILL_WAIT = 5.0
@@ -48,8 +54,10 @@ _PR_SET_PDEATHSIG = 1
 class Guardian:
     """The launcher's handle on its guardian process, which runs from construction to `close`."""
 
-    def __init__(self, mark: str, grace: float) -> None:
+    def __init__(self, mark: str, grace: float, remove: str = "") -> None:
+        """`remove` is a directory that is removed with the job; empty: none."""
         self._mark = mark
+        self._remove = ["--remove", remove] if remove else []
         self._grace = grace
         self._sessions: set[int] = set()
         self._restarts = 0
@@ -91,7 +99,7 @@ class Guardian:
         reading, self._pipe = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [*program, "--grace", str(self._grace), "--mark", self._mark],
+                [*program, "--grace", str(self._grace), "--mark", self._mark, *self._remove],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -186,17 +194,51 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--mark")
     parser.add_argument("--share", type=int, default=0)
+    parser.add_argument("--remove", default="")
+    parser.add_argument("--keys", action="store_true")
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(argv)
     if options.command:
-        return _run_guarded_command(options.command, options.grace, options.share)
+        with _received_keys() if options.keys else contextlib.nullcontext():
+            return _run_guarded_command(options.command, options.grace, options.share)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
     for line in sys.stdin:
         (sessions.add if line[0] == "+" else sessions.discard)(int(line[1:]))
     end_all_guarded(options.mark, sessions, options.grace)
+    if options.remove:
+        shutil.rmtree(options.remove, ignore_errors=True)
     return 0
+
+
+@contextlib.contextmanager
+def _received_keys() -> Iterator[None]:
+    """Write the keys that the launcher sends to a directory of their own, and name it in the environment."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        # Byte by byte, because requests for signals may follow.
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit("the launcher has ended before it sent the keys of the job")
+        line += byte
+    directory = make_keys_directory(json.loads(line))
+    try:
+        os.environ[KEYS] = directory
+        yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def make_keys_directory(files: Mapping[str, str]) -> str:
+    """Return a new directory, in memory if possible, that only this user can read, with these files (name → text)."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    directory = tempfile.mkdtemp(prefix="kvtrainer-keys-", dir=place)
+    for name, text in files.items():
+        fd = os.open(os.path.join(directory, os.path.basename(name)), os.O_WRONLY | os.O_CREAT, 0o600)
+        with open(fd, "w", encoding="ascii") as file:
+            file.write(text)
+    return directory
 
 
 class _GuardianStopped(Exception):

@@ -12,6 +12,7 @@ order, regardless of slots, starting over as well.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -26,8 +27,10 @@ from functools import partial
 
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
+from kvstore_server.keys import KEYS
 from kvtrainer.common.env import Topology, numeric_host, parse_address, tcp_address
 from kvtrainer.jobs.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, guarded_environment
+from kvtrainer.jobs.job_keys import JobKeys
 from kvtrainer.jobs.processes import (
     LAST_OUTPUT_WAIT,
     ChildProcess,
@@ -138,17 +141,29 @@ class Remote:
         target = self.workers[rank].target
         return sum(other.target == target for other in self.workers[:rank])
 
-    def command(self, role: str, index: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-        """Return the ssh command for a worker or server. The cores of a host are divided among its workers."""
+    def command(
+        self,
+        role: str,
+        index: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        has_keys: bool = False,
+    ) -> list[str]:
+        """Return the ssh command for a worker or server. The cores of a host are divided among its workers.
+
+        Keys, if it has any, come through its standard input.
+        """
         host = self.host_of(role, index)
         share = sum(other.target == host.target for other in self.workers) if role == "worker" else 0
         passed = [
             f"{name}={value}"
             for name, value in environ.items()
-            if name.startswith(_PASSED) or name in _PASSED_NAMES or name in self.names
+            if (name.startswith(_PASSED) or name in _PASSED_NAMES or name in self.names)
+            and not (has_keys and name == KEYS)
         ]
         program = [sys.executable, "-m", "kvtrainer.jobs.guardian"]
-        guardian = [*program, "--grace", f"{self.grace:g}", "--share", str(share), "--"]
+        guardian = [*program, "--grace", f"{self.grace:g}", "--share", str(share)]
+        guardian += ["--keys", "--"] if has_keys else ["--"]
         line = shlex.join(["env", *passed, *guardian, *command])
         options = [part for option in _OPTIONS for part in ("-o", option)]
         return [*self.ssh, *options, host.target, f"cd {shlex.quote(self.directory)} && exec {line}"]
@@ -159,6 +174,12 @@ class RemoteJobProcess(ChildProcess):
 
     stdin_kind = subprocess.PIPE
     _was_killed = False
+
+    def give_keys(self, files: Mapping[str, str]) -> None:
+        """Send the files of its directory of keys; the guardian there waits for them."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # the connection has ended
+            self.process.stdin.write(json.dumps(files).encode() + b"\n")
 
     def signal(self, number: signal.Signals) -> None:
         """Forward SIGTERM or SIGKILL. A second SIGKILL ends the connection itself."""
@@ -212,6 +233,7 @@ class JobLauncher:
             killed, which loses its memory; for servers that write snapshots.
         elastic: The least and the most workers, if the job goes on without workers that have failed; all are started.
         backup_workers: How many of them each step may do without.
+        keys: The keys of the job; None: it has no servers.
     """
 
     def __init__(
@@ -227,7 +249,9 @@ class JobLauncher:
         server_restarts: int = 0,
         elastic: tuple[int, int] | None = None,
         backup_workers: int = 0,
+        keys: JobKeys | None = None,
     ) -> None:
+        self._keys = keys
         self._viewer_command = viewer
         self._worker_command = worker_command
         self._num_workers = num_workers
@@ -254,8 +278,11 @@ class JobLauncher:
     def run(self) -> int:
         """Run the job and return its exit code. Blocks until none of its processes is left. Main thread only."""
         with self._events:
-            self._group = ProcessGroup(self._events, self._limits.grace)
-            self._environ = guarded_environment(self._inherited, self._group.mark)
+            keys = self._keys
+            remove = keys.directory if keys is not None and keys.is_own else ""
+            self._group = ProcessGroup(self._events, self._limits.grace, remove)
+            inherited = self._inherited if keys is None else {**self._inherited, **keys.environment}
+            self._environ = guarded_environment(inherited, self._group.mark)
             try:
                 self._start_and_work()
             finally:
@@ -283,6 +310,8 @@ class JobLauncher:
                 self._fail(1, f"server {index} did not report its address: {error}")
         # 2. Announce the addresses, and start the viewer.
         if servers and self._code is None:
+            if self._keys is not None:
+                self._keys.note_servers(servers)
             told = f"servers are ready; to look at them: kvtop {' '.join(servers)}"
             self._events.output.put(2, "kvlaunch: ", told.encode())
         if self._viewer_command:
@@ -351,7 +380,7 @@ class JobLauncher:
         name, tag, kind = f"{role} {index}", f"{role[0]}{index}", ChildProcess
         if self._remote is not None and role != "view":
             name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteJobProcess
-            command = self._remote.command(role, index, command, environ)
+            command = self._remote.command(role, index, command, environ, self._has_keys)
         try:
             child = kind(name, tag, command, environ, put, pass_fds, prepare=end_with_parent(os.getpid()))
         except (OSError, ValueError) as error:
@@ -359,7 +388,13 @@ class JobLauncher:
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")
             return []
         self._group.add(child)
+        if isinstance(child, RemoteJobProcess) and self._keys is not None and self._has_keys:
+            child.give_keys(self._keys.files_for(role == "server"))
         return [child]
+
+    @property
+    def _has_keys(self) -> bool:
+        return self._keys is not None and bool(self._keys.directory)
 
     def _silent_servers(self) -> list[int]:
         return [index for index in range(len(self._server_commands)) if index not in self._addresses.found]

@@ -27,6 +27,7 @@ from pathlib import Path
 from kvstore_server import __version__
 from kvstore_server.check import is_loopback, rounds_or_seconds
 from kvstore_server.errors import ConfigurationError
+from kvstore_server.keys import KEYS, OFF
 from kvstore_server.supervisor import DURABILITIES, DURABILITY
 from kvtrainer.common.env import (
     DEAD_AFTER,
@@ -47,6 +48,7 @@ from kvtrainer.jobs.job import (
     place_servers,
     place_workers,
 )
+from kvtrainer.jobs.job_keys import JobKeys
 from kvtrainer.jobs.processes import inherited_environment, server_command
 
 _DESCRIPTION = """\
@@ -94,7 +96,7 @@ error stay apart. Commands read no standard input.
 
 example:
   kvlaunch -n 4 -s 2 python train.py --epochs 3
-  kvlaunch -n 8 -s 4 -H hosts --allow-public-bind --env DATA=/data -- python train.py
+  kvlaunch -n 8 -s 4 -H hosts --allow-unauthenticated-bind --env DATA=/data -- python train.py
 All that follows COMMAND belongs to it; a '--' before it is needed only where its name begins with a dash.
 """
 
@@ -134,10 +136,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     viewer: list[str] = []
     if options.dashboard is not None:
         viewer = [sys.executable, "-m", "kvtrainer.watch.top", "--http", options.dashboard]
-        viewer += ["--allow-public-bind"] if options.allow_public_bind else []
+        viewer += ["--allow-unauthenticated-bind"] if options.allow_unauthenticated_bind else []
     limits, remote, restarts = options.limits, options.remote, options.restart
     of_lost = options.restart if environ.get(STATE_DIR) else 0
-    return JobLauncher(
+    try:
+        keys = JobKeys(environ, options.keys) if options.servers else None
+    except ConfigurationError as error:
+        print(f"kvlaunch: {error}", file=sys.stderr)
+        return 2
+    launcher = JobLauncher(
         command,
         options.workers,
         servers,
@@ -149,7 +156,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         of_lost,
         options.elastic,
         options.backup_workers,
-    ).run()
+        keys=keys,
+    )
+    try:
+        return launcher.run()
+    finally:
+        if keys is not None:
+            keys.close()
 
 
 def _durability_variables(options: argparse.Namespace) -> dict[str, str]:
@@ -192,13 +205,14 @@ def _set_hosts(options: argparse.Namespace) -> None:
     hosts = parse_hosts(text, options.hostfile)
     workers, servers = place_workers(hosts, options.workers), place_servers(hosts, options.servers)
     remote_hosts = [host.name for host in (*workers, *servers) if not is_loopback(host.name)]
-    if remote_hosts and servers:
-        if not options.allow_public_bind:
+    if remote_hosts and servers and not options.has_keys:
+        if not options.allow_unauthenticated_bind:
             raise ConfigurationError(
-                f"with {remote_hosts[0]} in the job, servers must listen where other hosts reach them, although "
-                "traffic is neither authenticated nor encrypted; add --allow-public-bind on a network that you trust"
+                f"with {remote_hosts[0]} in the job, servers must listen where other hosts reach them, and without "
+                "keys everybody there could read and change all weights; let kvlaunch make keys, or add "
+                "--allow-unauthenticated-bind on a network that you trust"
             )
-        options.server_arg.append("--allow-public-bind")
+        options.server_arg.append("--allow-unauthenticated-bind")
     options.binds = bind_addresses(servers, bool(remote_hosts))
     options.remote = Remote(workers, servers, options.grace, shlex.split(options.ssh), tuple(options.env))
 
@@ -261,6 +275,7 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
             unheard = read_timeout(os.environ, DEAD_AFTER) + TO_REPORT
         options.limits = JobTimeouts(options.start_timeout, linger, unheard, options.grace)
         options.env = _parse_environment(options.env)  # texts until here, names and values from now on
+        options.has_keys = (options.keys or {**os.environ, **options.env}.get(KEYS, "")) != OFF
         _set_hosts(options)
     except ConfigurationError as error:
         parser.error(str(error))
@@ -348,9 +363,16 @@ def _make_parser() -> argparse.ArgumentParser:
     add("-H", "--hostfile", metavar="FILE", help="start all processes over ssh on the hosts of this file")
     add("--ssh", default="ssh", metavar="COMMAND", help="the program to use (ssh), with its arguments")
     add(
-        "--allow-public-bind", action="store_true", default=os.environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
-        help="let servers listen on addresses that other hosts can reach, although traffic is neither authenticated "
-        "nor encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
+        "--allow-unauthenticated-bind", action="store_true",
+        default=os.environ.get("KVSTORE_ALLOW_UNAUTHENTICATED_BIND", "") == "1",
+        help="with --keys off: let servers listen on addresses that other hosts can reach, although everybody there "
+        "can then read and change all weights; for networks that you trust only [KVSTORE_ALLOW_UNAUTHENTICATED_BIND=1]",
+    )  # fmt: skip
+    add = parser.add_argument_group("who may use the servers").add_argument
+    add(
+        "--keys", metavar="DIR", default="",
+        help="a directory of keys, which kvstore-server keygen makes; by default keys are made for this job, and other "
+        "users get no answer; off: everybody who reaches the servers can use them [KVSTORE_KEYS]",
     )  # fmt: skip
     add = partial(
         parser.add_argument_group("waits, in seconds").add_argument, type=_parse_seconds, metavar="SEC"

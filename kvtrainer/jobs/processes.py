@@ -166,14 +166,15 @@ class ProcessGroup:
     Args:
         events: The loop that reads their output.
         grace: Seconds between SIGTERM and SIGKILL.
+        remove: A directory that the guardian removes at the end; empty: none.
     """
 
-    def __init__(self, events: ProcessEvents, grace: float) -> None:
+    def __init__(self, events: ProcessEvents, grace: float, remove: str = "") -> None:
         self._events = events
         self._grace = grace
         self.mark = secrets.token_hex(16)
         """Marks the environment of every process; see `guarded_environment`."""
-        self.guardian = Guardian(self.mark, grace)
+        self.guardian = Guardian(self.mark, grace, remove)
         self.children: list[ChildProcess] = []
         # Protects the guardian, and keeps a process from being reaped while it is signalled.
         self._lock = threading.Lock()

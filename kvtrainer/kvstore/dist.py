@@ -18,6 +18,7 @@ from kvstore_server.durable.snapshot_folder import check_snapshot_tag
 from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.failpoints import arm_failpoints
+from kvstore_server.keys import KEYS, client_keys_from_env
 from kvstore_server.optimizer.base import capability
 from kvtrainer.client.client import Client
 from kvtrainer.client.connection import Connection
@@ -75,12 +76,15 @@ class DistKVStore(KVStoreVerbs):
             with `num_workers` (KVSTORE_ELASTIC). Workers with a rank from `num_workers` on join in `Trainer.resume`.
         backup_workers: With `elastic`: how many workers each step of a Trainer may do without. It leaves the slowest
             out, as long as the least number of workers is left (KVSTORE_BACKUP_WORKERS, 0).
+        keys: The directory of keys with which this worker shows servers who it is, or "off" (KVSTORE_KEYS, set by
+            kvlaunch; KVSTORE_KEY_NAME says whose). Without keys, everybody who reaches a server may use it.
         namespace: Stores with equal namespaces work together. By default the n-th store of each worker joins the
             others' n-th, within the same attempt of a restarted job (KVSTORE_ATTEMPT, torchrun's, Slurm's).
 
     Raises:
         ConfigurationError: An argument, or the variable in its place, is missing or wrong. Nothing has been sent.
         ConnectTimeoutError: A server did not answer in time.
+        AccessDeniedError: A server does not accept this worker's key, or its lack of one.
         SystemExit: DMLC_ROLE made this process the scheduler or a server, and the job is over.
     """
 
@@ -100,6 +104,7 @@ class DistKVStore(KVStoreVerbs):
         scale_lr_by_staleness: bool = False,
         elastic: str | None = None,
         backup_workers: int | None = None,
+        keys: str | None = None,
     ) -> None:
         # 1. Read options that can be refused without contacting anyone.
         self.mode = dist_mode_of(type, staleness, scale_lr_by_staleness, os.environ)
@@ -108,6 +113,10 @@ class DistKVStore(KVStoreVerbs):
         self._transport = env.transport_from_env(os.environ)
         self._faults = parse_message_faults(env.text_of(os.environ, FAULTS))
         is_debugging = env.shows_debug_log(os.environ)
+        if keys is not None:
+            check_text("keys", keys)
+        own_keys = client_keys_from_env(os.environ if keys is None else {**os.environ, KEYS: keys})
+        self._keys = own_keys
         # 2. Find the servers. With DMLC_ROLE this asks the scheduler, or serves and does not return.
         given = {} if elastic is None else {env.ELASTIC: elastic}
         given |= {} if backup_workers is None else {env.BACKUP_WORKERS: str(backup_workers)}
@@ -272,7 +281,7 @@ class DistKVStore(KVStoreVerbs):
 
     def _connect(self, name: str, mode: Mode | None = None) -> Client:
         options = replace(self._options, namespace=self._options.namespace + name, mode=mode or self.mode)
-        transport: Transport = Connection(self.servers, self._water_mark, self._transport)
+        transport: Transport = Connection(self.servers, self._water_mark, self._transport, self._keys)
         if self._faults is not None:
             transport = FaultyTransport(transport, self._faults, time.monotonic, options.rank)
         client = Client(transport, options, time.monotonic)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstore_server.check import is_loopback
+
 Facts = Mapping[str, Any]
 """What one server reports; see `kvstore_server.engine.membership`."""
 SILENT = 3.0
@@ -49,6 +51,20 @@ class ServerStatus(NamedTuple):
     received: Mapping[str, int] = {}
     """Job → bytes of gradients and weights received since it started."""
     sent: Mapping[str, int] = {}
+    refused: int = 0
+    """Connections and messages that it has refused or ended."""
+    is_open: bool = False
+    """Whether everybody who reaches it may use it, from other hosts, too."""
+
+    @property
+    def notes(self) -> str:
+        """What is unusual about it, for people."""
+        told = {
+            "stopping": self.is_stopping,
+            "unauthenticated": self.is_open,
+            f"{self.refused} refused": self.refused,
+        }
+        return ", ".join(text for text, is_so in told.items() if is_so)
 
 
 class WatchedWorker(NamedTuple):
@@ -218,7 +234,11 @@ def job_view_as_values(view: JobView) -> dict[str, Any]:
                 "loss": job.loss,
             }
         )
-    return {"at": view.at, "servers": [server._asdict() for server in view.servers], "jobs": jobs}
+    return {
+        "at": view.at,
+        "servers": [{**one._asdict(), "notes": one.notes} for one in view.servers],
+        "jobs": jobs,
+    }
 
 
 def _job_named(facts: Facts | None, name: str) -> Facts | None:
@@ -260,6 +280,8 @@ def _server_status(before: Facts | None, now: Facts | None, seconds: float, addr
         now["uptime"],
         {job["name"]: job["bytes_in"] for job in now["jobs"]},
         {job["name"]: job["bytes_out"] for job in now["jobs"]},
+        now["refused"],
+        not now["is_authenticated"] and not is_loopback(address.rpartition("/")[2].rpartition(":")[0]),
     )
 
 

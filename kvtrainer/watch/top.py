@@ -14,6 +14,7 @@ request must name an IP address, `localhost`, or the host that was given.
 from __future__ import annotations
 
 import argparse
+import hmac
 import ipaddress
 import itertools
 import json
@@ -30,7 +31,8 @@ from typing import Any
 from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
-from kvstore_server.probe import probe_servers
+from kvstore_server.keys import KEYS, OFF, TOKEN, ClientKeys, read_token
+from kvstore_server.probe import probe_servers, read_probe_keys
 from kvtrainer.common.env import SERVERS, read_servers_from_env
 from kvtrainer.watch.job import (
     SILENT,
@@ -52,7 +54,8 @@ _DESCRIPTION = """\
 Show what a running job does: workers and who is late, servers, rates, and what waits for whom.
 
 SERVER is the address that a server has printed, as in KVSTORE_SERVERS, which counts where none is given. kvtop only
-looks, and may come and go as it likes. Traffic is neither authenticated nor encrypted, like all of the job's.
+looks, and may come and go as it likes. Servers with keys want one: KVSTORE_KEYS names the directory,
+but for jobs that you have started yourself on this host.
 """
 
 
@@ -68,20 +71,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         addresses = read_servers_from_env(os.environ, ",".join(options.servers) or None)
     except ConfigurationError as error:
         parser.exit(2, f"kvtop: {error}\n")
-    if options.http is not None and not options.allow_public_bind and not is_loopback(options.http[0]):
+    token, directory = "", os.environ.get(KEYS, "")
+    is_public = options.http is not None and not is_loopback(options.http[0])
+    if is_public and directory not in ("", OFF):
+        try:
+            token = read_token(directory)
+        except ConfigurationError as error:
+            parser.exit(2, f"kvtop: {error}\n")
+    elif is_public and not options.allow_unauthenticated_bind:
         host = options.http[0]
         parser.exit(
-            2, f"kvtop: {host} can be reached from other hosts; add --allow-public-bind if they may look\n"
+            2,
+            f"kvtop: {host} can be reached from other hosts; add --allow-unauthenticated-bind if they may look\n",
         )
     if addresses is None:
         parser.exit(2, f"kvtop: no servers to look at: name them, or set {SERVERS}\n")
     # 2. Show the views in the form that was asked for.
-    views = follow_job(addresses, options.interval)
     try:
+        views = follow_job(addresses, options.interval, keys=read_probe_keys(os.environ, addresses))
         if options.once or options.json:
             return _print_top_once(next(views), options.json)
         if options.http is not None:
-            return _serve_page(views, options.with_parent, *options.http)
+            host, port = options.http
+            return _serve_page(views, options.with_parent, host, port, token, directory)
         return _show_live(views)
     except KVStoreError as error:
         print(f"kvtop: {error}", file=sys.stderr)
@@ -101,16 +113,17 @@ def follow_job(
     interval: float,
     clock: Callable[[], float] = time.time,
     pause: Callable[[float], None] = time.sleep,
+    keys: ClientKeys | None = None,
 ) -> Iterator[JobView]:
     """Query servers repeatedly and yield a view each time, the first after one interval (seconds).
 
     Rates are averages over WINDOW seconds, or over one interval if that is longer.
     """
-    looks = deque([JobStatus(clock(), probe_servers(addresses, interval))])
+    looks = deque([JobStatus(clock(), probe_servers(addresses, interval, keys))])
     while True:
         # Bounded on both sides, because the clock may be set back meanwhile.
         pause(min(interval, max(0.0, looks[-1].at + interval - clock())))
-        looks.append(JobStatus(clock(), probe_servers(addresses, interval)))
+        looks.append(JobStatus(clock(), probe_servers(addresses, interval, keys)))
         while len(looks) > 2 and not 0 <= looks[-1].at - looks[0].at <= WINDOW:
             looks.popleft()
         yield job_view_of(looks[0], looks[-1], addresses)
@@ -136,10 +149,13 @@ def _show_live(views: Iterator[JobView]) -> int:
     return 0
 
 
-def _serve_page(views: Iterator[JobView], parent: int | None, host: str, port: int) -> int:
+def _serve_page(
+    views: Iterator[JobView], parent: int | None, host: str, port: int, token: str = "", keys: str = ""
+) -> int:
     """Serve views over HTTP until Ctrl-C, a signal, or the end of a parent process."""
-    page = Page(views, host, port)
-    print(f"kvtop: the page is at {page.url}", flush=True)
+    page = Page(views, host, port, token)
+    hint = f"; its token is in {os.path.join(keys, TOKEN)}" if token else ""
+    print(f"kvtop: the page is at {page.url}{hint}", flush=True)
     page.run(until=lambda: parent not in (None, os.getppid()))
     return 0
 
@@ -186,9 +202,8 @@ def _servers_table(servers: Sequence[ServerStatus]) -> Any:
             continue
         limit = _format_bytes(one.max_memory) if one.max_memory else "any"
         flows = _format_bytes(one.bytes_in), _format_bytes(one.bytes_out), f"{one.cpu:.0%}"
-        state = "stopping" if one.is_stopping else ""
         queued = _format_bytes(one.queued) if one.queued else ""
-        table.add_row(str(index), one.address, _format_bytes(one.memory), limit, *flows, queued, state)
+        table.add_row(str(index), one.address, _format_bytes(one.memory), limit, *flows, queued, one.notes)
     return table
 
 
@@ -274,9 +289,10 @@ def _make_top_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     # The variable allows it once for a whole job, as for servers.
     add(
-        "--allow-public-bind", action="store_true", default=os.environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
+        "--allow-unauthenticated-bind", action="store_true",
+        default=os.environ.get("KVSTORE_ALLOW_UNAUTHENTICATED_BIND", "") == "1",
         help="let --http listen on an address that other hosts can reach, which shows them the job "
-        "[KVSTORE_ALLOW_PUBLIC_BIND=1]",
+        "[KVSTORE_ALLOW_UNAUTHENTICATED_BIND=1]",
     )  # fmt: skip
     add(
         "--interval",
@@ -328,12 +344,14 @@ class Page:
     Args:
         views: Yields a view whenever one is due. Consumed by `run`.
         host, port: Where to listen. Port 0 lets the system choose.
+        token: Whoever asks for what is known of the job has to send it ("Authorization: Bearer …"); empty: nobody has.
 
     Raises:
         ConfigurationError: The address is in use, or does not belong to this machine.
     """
 
-    def __init__(self, views: Iterator[JobView], host: str, port: int) -> None:
+    def __init__(self, views: Iterator[JobView], host: str, port: int, token: str = "") -> None:
+        self._token = token
         self._views = views
         self._host = host
         self._seen: deque[JobView] = deque(maxlen=HISTORY)
@@ -347,13 +365,17 @@ class Page:
             timeout = 30
 
             def do_GET(self, has_body: bool = True) -> None:
-                status, kind, body = page.answer(self.path, self.headers.get("Host", ""))
+                status, kind, body = page.answer(
+                    self.path, self.headers.get("Host", ""), self.headers.get("Authorization", "")
+                )
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Cache-Control", "no-store")
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Content-Security-Policy", _POLICY)
+                if status == 401:
+                    self.send_header("WWW-Authenticate", "Bearer")
                 self.end_headers()
                 if has_body:
                     self.wfile.write(body)
@@ -402,7 +424,7 @@ class Page:
             self._server.shutdown()
             self._server.server_close()
 
-    def answer(self, path: str, host: str) -> tuple[int, str, bytes]:
+    def answer(self, path: str, host: str, authorization: str = "") -> tuple[int, str, bytes]:
         """Return status, content type and body for a request."""
         if not _may_ask_page(host, self._host):
             return (
@@ -413,6 +435,8 @@ class Page:
         path = path.partition("?")[0]
         if path == "/":
             return 200, _HTML, resources.files(__package__).joinpath("page.html").read_bytes()
+        if path in ("/view.json", "/metrics") and not self._may_see(authorization):
+            return 401, _TEXT, b"this needs the token of the page, as Authorization: Bearer TOKEN\n"
         if path == "/view.json":
             return 200, _JSON, json.dumps([job_view_as_values(view) for view in list(self._seen)]).encode()
         if path == "/metrics":
@@ -426,6 +450,10 @@ class Page:
             problem = self._illness()
             return (503, _TEXT, f"{problem}\n".encode()) if problem else (200, _TEXT, b"ok\n")
         return 404, _TEXT, b"there are /, /view.json, /metrics and /healthz\n"
+
+    def _may_see(self, authorization: str) -> bool:
+        wanted = f"Bearer {self._token}"
+        return not self._token or hmac.compare_digest(authorization.encode(), wanted.encode())
 
     def _illness(self) -> str:
         """Return why nothing can be shown, or an empty string."""
@@ -526,6 +554,11 @@ _OF_SERVERS: Sequence[Metric] = (
     ("memory_bytes", "memory", "Bytes that are promised to jobs, and shared with workers of the host"),
     ("memory_limit_bytes", "max_memory", "The limit of that; 0: none"),
     ("queued_bytes", "queued", "Bytes of answers that wait for workers which are slow to read"),
+    (
+        "refused_total",
+        "refused",
+        "Connections and messages that were refused, or ended before they had a session",
+    ),
     ("cpu_seconds_total", "cpu_seconds", "CPU time that the server has used"),
     ("uptime_seconds", "uptime", "Seconds since the server started"),
 )

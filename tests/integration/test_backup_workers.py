@@ -214,14 +214,18 @@ def test_a_worker_joins_a_job_with_backup_workers(on_servers: Servers) -> None:
 
 
 def test_a_worker_leaves_a_job_with_backup_workers(on_servers: Servers) -> None:
-    job = Members(on_servers.of(2))
+    job, has_left = Members(on_servers.of(2)), threading.Event()
 
     def leaves(step: int, trainer: kvtrainer.Trainer) -> bool:
         if step >= 5:
             trainer.leave()
+            has_left.set()
         return step < 5
 
-    *found, _ = together(lambda: job.train(0), lambda: job.train(1), lambda: job.train(2, leaves))
+    def stays(step: int, trainer: kvtrainer.Trainer) -> bool:
+        return step < 8 or has_left.wait(30.0)
+
+    *found, _ = together(lambda: job.train(0, stays), lambda: job.train(1, stays), lambda: job.train(2, leaves))
     job.check(found)
     sizes = [len(job.given[step]) for step in range(STEPS)]
     assert sizes[:4] == [2] * 4

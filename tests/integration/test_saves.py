@@ -19,7 +19,7 @@ def step(trainer: kvtrainer.Trainer, net: torch.nn.Module) -> None:
 def test_what_cannot_be_saved_or_loaded_is_refused_and_training_goes_on(tmp_path: Path) -> None:
     flags = ["--state-dir", str(tmp_path), "--snapshot-every", "0"]
     with kvtrainer.local_cluster(workers=1, servers=2, server_args=flags) as cluster:
-        where = {"rank": 0, "num_workers": 1, "servers": cluster.servers}
+        where = {"rank": 0, "num_workers": 1, "servers": cluster.servers, "keys": cluster.keys}
         kv = kvtrainer.kvstore.DistKVStore("dist_sync", namespace="job", **where)
         net = torch.nn.Linear(2, 600)
         trainer = kvtrainer.Trainer(net, "adam", kvstore=kv)
@@ -60,7 +60,8 @@ def test_what_cannot_be_saved_or_loaded_is_refused_and_training_goes_on(tmp_path
 
 def test_servers_without_a_directory_refuse(tmp_path: Path) -> None:
     with kvtrainer.local_cluster(workers=1) as cluster:
-        kv = kvtrainer.kvstore.DistKVStore(rank=0, num_workers=1, servers=cluster.servers, namespace="job")
+        where = {"servers": cluster.servers, "keys": cluster.keys}
+        kv = kvtrainer.kvstore.DistKVStore(rank=0, num_workers=1, namespace="job", **where)
         with pytest.raises(ConfigurationError, match="no --state-dir"):
             kv.load("a")
         net = torch.nn.Linear(2, 1)

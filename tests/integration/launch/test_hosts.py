@@ -91,14 +91,19 @@ def test_workers_find_their_place_their_host_and_what_was_passed_on(jobs: HostJo
 
 
 def test_servers_on_hosts_serve_the_workers_that_are_told_their_addresses(
-    jobs: HostJobs, tmp_path: Path
+    jobs: HostJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = jobs.launch(f"echo $KVSTORE_SERVERS; until [ -e {tmp_path}/done ]; do sleep 0.05; done", 2, 2)
-    told = [line_of(process)[5:] for _ in range(2)]
-    assert told[0] == told[1]
-    assert_serve(told[0].split(","))
+    script = f"echo $KVSTORE_SERVERS $KVSTORE_KEYS; until [ -e {tmp_path}/done ]; do sleep 0.05; done"
+    process = jobs.launch(script, 2, 2)
+    told = [line_of(process)[5:].split() for _ in range(2)]
+    assert told[0][0] == told[1][0]
+    # Each process has the keys of the job in a directory of its own, which is gone with it.
+    assert told[0][1] != told[1][1]
+    monkeypatch.setenv("KVSTORE_KEYS", told[0][1])
+    assert_serve(told[0][0].split(","))
     (tmp_path / "done").touch()
     assert jobs.finish(process)[0] == 0
+    assert not any(Path(directory).exists() for _, directory in told)
     assert jobs.alive() == []
 
 

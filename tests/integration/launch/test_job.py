@@ -83,14 +83,19 @@ def test_a_viewer_that_fails_leaves_the_job_alone(jobs: Jobs, tmp_path: Path) ->
     assert (code, err.splitlines()[1:]) == (0, ["[v0] no such port"])
 
 
-def test_the_page_of_a_job_shows_its_workers(processes: Processes, members: Members) -> None:
+def test_the_page_of_a_job_shows_its_workers(
+    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ["-n", "1", "-s", "1", "--dashboard", "0"]
-    worker = ["sh", "-c", f'echo "to $KVSTORE_SERVERS"; exec sleep {FOREVER}']
+    worker = ["sh", "-c", f'echo "to $KVSTORE_KEYS $KVSTORE_SERVERS"; exec sleep {FOREVER}']
     job = processes.start([sys.executable, "-m", "kvtrainer.jobs.kvlaunch", *flags, "--", *worker])
     said: dict[str, str] = {}
+    keys = ""
     while len(said) < 2:
         line = job.line()
+        keys = line.split()[2] if "] to " in line else keys
         said |= {line[:4]: line.rpartition(" ")[2]} if "the page is at " in line or "] to " in line else {}
+    monkeypatch.setenv("KVSTORE_KEYS", keys)
     members.join([said["[w0]"]], 0, 1, new_name())
 
     def workers() -> list[str]:

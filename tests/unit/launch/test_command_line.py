@@ -33,7 +33,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     arguments: list[tuple[Any, ...]] = []
 
     class Noted:
-        def __init__(self, *given: Any) -> None:
+        def __init__(self, *given: Any, keys: Any) -> None:
             arguments.append(given)
 
         def run(self) -> int:
@@ -203,9 +203,9 @@ def test_a_range_that_cannot_be_is_refused(text: str, capsys: pytest.CaptureFixt
 
 def test_servers_on_other_hosts_need_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hosts").write_text("localhost\n192.0.2.1\n")
-    told = said(capsys, "-n", "2", "-H", str(tmp_path / "hosts"), "true")
+    told = said(capsys, "-n", "2", "-H", str(tmp_path / "hosts"), "--keys", "off", "true")
     assert "with 192.0.2.1 in the job, servers must listen where other hosts reach them" in told
-    assert "add --allow-public-bind" in told
+    assert "add --allow-unauthenticated-bind" in told
 
 
 def test_a_bad_dead_after_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,9 +155,12 @@ def test_servers_listen_on_loopback_where_all_are_on_one_machine() -> None:
 
 def test_servers_for_other_machines_need_permission() -> None:
     job = job_of("server", DMLC_NODE_HOST="192.0.2.7")
-    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.7 .* set KVSTORE_ALLOW_PUBLIC_BIND=1 for all"):
+    with pytest.raises(
+        ConfigurationError, match=r"192\.0\.2\.7 .* KVSTORE_KEYS=DIR .* KVSTORE_ALLOW_UNAUTHENTICATED_BIND=1"
+    ):
         dmlc._dmlc_server_host({}, job, False)
-    assert dmlc._dmlc_server_host({"KVSTORE_ALLOW_PUBLIC_BIND": "1"}, job, False) == "192.0.2.7"
+    assert dmlc._dmlc_server_host({"KVSTORE_KEYS": "keys"}, job, False) == "192.0.2.7"
+    assert dmlc._dmlc_server_host({"KVSTORE_ALLOW_UNAUTHENTICATED_BIND": "1"}, job, False) == "192.0.2.7"
 
 
 def test_without_a_host_name_servers_listen_where_the_way_to_the_scheduler_begins() -> None:

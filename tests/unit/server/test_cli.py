@@ -52,14 +52,14 @@ def test_a_variable_gives_a_flags_default_and_the_flag_wins(flag: str) -> None:
         (["--log", "loud"], "--log must be debug"),
         (["--durability", "disk"], "--durability must be off or process, got 'disk'"),
         (["--restart-timeout", "0"], "--restart-timeout must be above 0"),
-        (["--bind", "tcp://0.0.0.0:0"], "add --allow-public-bind"),
-        (["--bind", "tcp://*:0"], "add --allow-public-bind"),
-        (["--bind", "tcp://[::]:0"], "add --allow-public-bind"),
-        (["--bind", "tcp://localhost.example.org:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://0.0.0.0:0"], "add --allow-unauthenticated-bind"),
+        (["--bind", "tcp://*:0"], "add --allow-unauthenticated-bind"),
+        (["--bind", "tcp://[::]:0"], "add --allow-unauthenticated-bind"),
+        (["--bind", "tcp://localhost.example.org:0"], "add --allow-unauthenticated-bind"),
         (["--bind", "tcp://[::1"], "--bind tcp://[::1"),
         (["--bind", "ipc:///tmp/server"], "tcp://HOST:PORT"),
         (["--http", "8000"], "--http 8000 is not HOST:PORT"),
-        (["--http", "0.0.0.0:8000"], "add --allow-public-bind"),
+        (["--http", "0.0.0.0:8000"], "add --keys DIR, or --allow-unauthenticated-bind"),
         (["--ready-fd", "777"], "--ready-fd 777 is not open in this process"),
         (["--ready-fd", "-1"], "--ready-fd -1 is not open in this process"),
         (["--ready-fd", "9" * 30], "is not open in this process"),
@@ -103,7 +103,7 @@ def test_weights_stay_together_where_a_server_listens_for_its_own_host_alone(
         raise ConfigurationError("this test needs no server")
 
     monkeypatch.setattr(cli, "make_server", refuse)
-    assert main(["--bind", bind, "--spread-from", "4096", "--allow-public-bind"]) == 1
+    assert main(["--bind", bind, "--spread-from", "4096", "--allow-unauthenticated-bind"]) == 1
     assert [config.spread_from for config in configs] == [told]
 
 

@@ -31,7 +31,8 @@ def job(workers: list[dict[str, Any]], name: str = "train", **other: Any) -> dic
 def server(*jobs: dict[str, Any], **other: Any) -> dict[str, Any]:
     return {
         "server": 0, "num_servers": 1, "memory": 5, "max_memory": 9, "is_stopping": False, "num_jobs": 1,
-        "queued": 7, "uptime": 90.0, "cpu_seconds": 4.0, "clock": 500.0, "jobs": list(jobs), **other,
+        "queued": 7, "uptime": 90.0, "cpu_seconds": 4.0, "clock": 500.0, "jobs": list(jobs),
+        "is_authenticated": True, "refused": 0, **other,
     }  # fmt: skip
 
 

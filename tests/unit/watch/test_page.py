@@ -10,11 +10,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
 
 from kvstore_server.errors import ConfigurationError
+from kvstore_server.keys import KeyHolder, Role, make_keys
+from kvtrainer.watch import top
 from kvtrainer.watch.job import JobView
 from kvtrainer.watch.top import HISTORY, Page, format_metrics
 from tests.support.browser import WITH_CHROMIUM, in_browser
@@ -255,3 +258,32 @@ def test_the_panels_of_the_board_do_not_cover_each_other() -> None:
     ]
     assert len(covered) == len(set(covered))
     assert max(x for x, _ in covered) == 23
+
+
+@pytest.mark.parametrize("path", ["/view.json", "/metrics"])
+def test_a_page_with_a_token_tells_nobody_else_of_the_job(path: str) -> None:
+    page = top.Page(iter(()), "127.0.0.1", 0, "secret")
+    try:
+        for given in ("", "Bearer", "Bearer other", "Basic secret", "secret", "Bearer sécret"):
+            status, _, body = page.answer(path, "127.0.0.1", given)
+            assert status == 401
+            assert b"secret" not in body
+        assert page.answer(path, "127.0.0.1", "Bearer secret")[0] != 401
+        assert page.answer("/", "127.0.0.1")[0] == 200
+    finally:
+        page._server.server_close()
+
+
+def test_a_page_that_other_hosts_reach_takes_its_token_from_the_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_keys(tmp_path / "keys", [KeyHolder("observer", b"", Role.OBSERVER)])
+    monkeypatch.setenv("KVSTORE_KEYS", str(tmp_path / "keys"))
+    given: list[str] = []
+    monkeypatch.setattr(top, "_serve_page", lambda *arguments: given.append(arguments[4]) or 0)
+    assert top.main(["--http", "0.0.0.0:0", "127.0.0.1:9000"]) == 0
+    assert given == [(tmp_path / "keys" / "dashboard.token").read_text().strip()]
+    (tmp_path / "keys" / "dashboard.token").chmod(0o644)
+    with pytest.raises(SystemExit):
+        top.main(["--http", "0.0.0.0:0", "127.0.0.1:9000"])
+    assert "dashboard.token" in capsys.readouterr().err

@@ -19,12 +19,13 @@ def play(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> list[float]:
     """Have servers give these answers, one after the other; returns the timeouts that they were asked with."""
     left, asked = list(answers), []
 
-    def look(addresses: Sequence[str], timeout: float) -> list[Any]:
+    def look(addresses: Sequence[str], timeout: float, keys: Any) -> list[Any]:
         asked.append(timeout)
         return [left.pop(0)] * len(addresses)
 
     monkeypatch.setattr(top, "probe_servers", look)
     monkeypatch.setenv("KVSTORE_SERVERS", "")
+    monkeypatch.setenv("KVSTORE_KEYS", "")
     return asked
 
 
@@ -74,14 +75,14 @@ def test_a_clock_that_is_set_back_delays_no_look(monkeypatch: pytest.MonkeyPatch
         (["nowhere"], "'nowhere'"),
         (["--interval", "0", "127.0.0.1:9000"], "from 0.1 to 3600"),
         (["--http", "9000", "127.0.0.1:9000"], "is not HOST:PORT"),
-        (["--http", "0.0.0.0:0", "127.0.0.1:9000"], "--allow-public-bind"),
+        (["--http", "0.0.0.0:0", "127.0.0.1:9000"], "--allow-unauthenticated-bind"),
     ],
 )
 def test_what_cannot_be_looked_at_is_one_line_which_may_follow_the_usage(
     arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     play(monkeypatch)
-    monkeypatch.delenv("KVSTORE_ALLOW_PUBLIC_BIND", raising=False)
+    monkeypatch.delenv("KVSTORE_ALLOW_UNAUTHENTICATED_BIND", raising=False)
     with pytest.raises(SystemExit) as ended:
         top.main(arguments)
     assert ended.value.code == 2

@@ -1,0 +1,112 @@
+"""Who may ask a server for what, if clients have keys: one check of every message, before it is handled.
+
+The key with which a client has connected has a role. An observer asks only how the server does; a worker takes part in
+the jobs, and has the ranks, that its key is for; an admin may do everything, also what changes the job of others:
+commands, and saving and loading by hand.
+
+A routing id belongs to the key that used it first. So whoever learns another client's routing id, and even the token of
+its session, cannot speak for it with a key of his own. Messages through shared memory come from a process that has said
+hello over a socket, under the same routing id.
+
+Refusals are counted by reason. Pure: no sockets and no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvstore_server.errors import AccessDeniedError
+from kvstore_server.keys import KeyHolder, Role
+from kvstore_server.protocol import messages as m
+
+ADMIN_ACTIONS = frozenset({"save", "keep", "drop", "find", "check"})
+"""Actions of `Snapshot` that only an admin may ask for; so is "restore" with a tag. The others are part of training."""
+_ALL = frozenset(Role)
+_TRAINING = frozenset({Role.WORKER, Role.ADMIN})
+_ADMIN = frozenset({Role.ADMIN})
+ALLOWED: Mapping[type[Any], frozenset[Role]] = {
+    m.GetStatus: _ALL,
+    **dict.fromkeys(
+        (
+            m.Hello, m.Register, m.Contribute, m.Resolve, m.Abort, m.Pull, m.PullRows, m.MapRows, m.SetOptimizer,
+            m.Gather, m.GetState, m.SliceState, m.Snapshot, m.Heartbeat, m.Leave, m.JoinRounds, m.LeaveRounds,
+            m.CloseRound, m.Stats, m.Profile, m.JoinJob, m.Listening,
+        ),
+        _TRAINING,
+    ),
+    m.Command: _ADMIN,
+}  # fmt: skip
+"""Message → the roles that may send it, but for `ADMIN_ACTIONS`."""
+_PEERS_KEPT = 1 << 16
+"""Routing ids whose keys are remembered; the one that was silent the longest is forgotten first."""
+
+
+def _is_by_hand(body: m.RequestBody) -> bool:
+    """Return whether a message saves the job under a tag, or loads it."""
+    if not isinstance(body, m.Snapshot):
+        return False
+    return body.action in ADMIN_ACTIONS or (body.action == "restore" and bool(body.tag))
+
+
+class AccessControl:
+    """Checks messages against the clients' keys.
+
+    Args:
+        clients: Returns the present clients by name; called for each message.
+    """
+
+    def __init__(self, clients: Callable[[], Mapping[str, KeyHolder]]) -> None:
+        self._clients = clients
+        self._names: OrderedDict[bytes, str] = OrderedDict()
+        """Routing id → the client that has it."""
+        self.refused = Counter[str]()
+        """Reason → how often a message was refused for it."""
+
+    def check(self, peer: bytes, name: str, body: m.RequestBody) -> None:
+        """Raise AccessDeniedError unless a message may be handled.
+
+        Args:
+            peer: The routing id of the sender.
+            name: Of the client with whose key the sender has connected; empty for a message through shared memory.
+        """
+        # 1. Who is it?
+        owner = self._names.get(peer, "")
+        if name and owner and owner != name:
+            raise self._refuse("stolen routing id", f"a routing id of client {owner!r} is used by {name!r}")
+        name = name or owner
+        client = self._clients().get(name)
+        if client is None:
+            raise self._refuse("unknown key", f"the server does not know client {name!r}, or no longer")
+        if not owner:
+            if len(self._names) >= _PEERS_KEPT:
+                self._names.popitem(last=False)
+            self._names[peer] = name
+        self._names.move_to_end(peer)
+        # 2. May it send such a message?
+        kind, role = type(body).__name__, client.role
+        if role not in ALLOWED.get(type(body), _ADMIN):
+            raise self._refuse(
+                "role", f"client {name!r} has the role {role.value}, which may not send {kind}"
+            )
+        if role is not Role.ADMIN and _is_by_hand(body):
+            raise self._refuse(
+                "role", f"client {name!r} has the role {role.value}; saving and loading take the role admin"
+            )
+        # 3. May it be this worker?
+        if isinstance(body, m.Hello) and role is not Role.ADMIN:
+            if not client.may_join(body.namespace):
+                raise self._refuse(
+                    "namespace",
+                    f"client {name!r} is for namespaces {client.namespaces}, not {body.namespace!r:.80}",
+                )
+            if client.ranks is not None and body.rank not in client.ranks:
+                raise self._refuse(
+                    "rank",
+                    f"client {name!r} is for ranks {sorted(client.ranks)}, and not for rank {body.rank}",
+                )
+
+    def _refuse(self, reason: str, text: str) -> AccessDeniedError:
+        self.refused[reason] += 1
+        return AccessDeniedError(text)

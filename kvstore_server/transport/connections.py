@@ -1,0 +1,169 @@
+"""Bounds on connections that have no session: how long they may be silent, and what they may cost.
+
+libzmq keeps all frames of a message until it is complete, in any number, and shows none of them before; and it accepts
+any number of connections. So a process that has not said hello, and perhaps never will, could use up a server's memory
+and its descriptors. This looks at the connections themselves, through the descriptors of this process: how many bytes
+have come over each one, as the kernel counts them, and how many of these were read as messages. The rest is *unread*.
+
+A worker that connects again may at once send a whole message, so up to `MAX_UNREAD` bytes are no offence. But short
+frames take many times their length in memory, and nobody sends those in such numbers: if this process grows by much
+more than what strangers have unread, the one with the most is ended. So are those that are silent for `HELLO_TIME`
+seconds, and the oldest if they are too many. A connection with a session is left alone. An ended one costs an honest
+worker nothing but the time to connect again. The clock is an argument.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import stat
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD
+
+_log = logging.getLogger(__name__)
+
+HELLO_TIME = 10.0
+"""Seconds within which a connection has to bring a message. Then it may be silent for as long, again and again."""
+MAX_UNREAD = MAX_PAYLOAD + 2 * MAX_FRAME
+"""Bytes that may be unread of one connection: a message of a worker."""
+_SUSPICIOUS = 64 << 10
+"""Bytes unread of a connection from which on this process's memory is watched; hellos and questions are shorter."""
+_GROWTH, _COST = 32 << 20, 2
+"""This process may grow by so many bytes, and by so many for each byte unread, while strangers have bytes unread."""
+MAX_STRANGERS = 4096
+"""Connections without a session, unless a quarter of the descriptors is less."""
+CHECK_INTERVAL, _INTERVAL_PER_FD = 0.02, 1e-4
+"""Seconds between two looks, and what each descriptor adds, so that looking takes no more than a few per cent."""
+_TCP_INFO_BYTES, _RECEIVED_AT = 136, 128
+"""Of `struct tcp_info` of Linux: where the number of bytes that were received ends, and begins."""
+
+
+@dataclass
+class _Connection:
+    inode: int
+    heard_at: float
+    """When it was accepted, or has brought its last message."""
+    num_read: int = 0
+    """Bytes of the messages that it has brought."""
+    has_session: bool = False
+
+
+class ConnectionLimits:
+    """Watches the connections that were accepted at one port."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._connections: dict[int, _Connection] = {}
+        """By descriptor. Those of other sockets are in `_others`."""
+        self._others: dict[int, int] = {}
+        """Descriptor of anything else → its inode."""
+        self._heard: dict[int, tuple[int, bool]] = {}
+        """Descriptor → bytes of messages since the last look, and whether their sender has a session."""
+        self._next_check = 0.0
+        self._most = min(MAX_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._resident = 0
+        """Bytes that this process took when no stranger was suspicious."""
+        self.has_strangers = False
+        """Whether there are any, so that `check` should be called often."""
+        self.num_ended = 0
+        """How many connections were ended."""
+
+    def heard(self, fd: int, nbytes: int, has_session: bool) -> None:
+        """Count a message that came over a connection."""
+        before, _ = self._heard.get(fd, (0, False))
+        self._heard[fd] = before + nbytes, has_session
+
+    def check(self, now: float) -> None:
+        """End the connections that go beyond the limits, if it is time to look."""
+        if now < self._next_check:
+            return
+        self._find(now)
+        strangers = {fd: one for fd, one in self._connections.items() if not one.has_session}
+        unread = {fd: self._num_received(fd) - one.num_read for fd, one in strangers.items()}
+        # 1. Those that are too silent, or too many.
+        by_age = sorted(strangers, key=lambda fd: strangers[fd].heard_at)
+        for fd in by_age[: max(0, len(by_age) - self._most)]:
+            self._end(fd, f"is one of {len(strangers)} without a session, and {self._most} are allowed")
+        for fd, one in strangers.items():
+            if now - one.heard_at > HELLO_TIME:
+                # A worker that still waits for another server is silent, too; its socket connects again.
+                self._end(fd, f"has been silent for {HELLO_TIME:g} s", logging.INFO)
+            elif unread[fd] > MAX_UNREAD:
+                self._end(fd, f"has sent {unread[fd]} bytes that are no whole message")
+        # 2. Does this process grow more than what they have sent?
+        self.has_strangers = bool(strangers)
+        resident = _resident_bytes()
+        if max(unread.values(), default=0) <= _SUSPICIOUS:
+            self._resident = resident
+        elif resident - self._resident > _GROWTH + _COST * sum(unread.values()):
+            worst = max(unread, key=lambda fd: unread[fd])
+            self._end(worst, f"has sent {unread[worst]} bytes of short frames that are no whole message")
+        num_fds = len(self._connections) + len(self._others)
+        self._next_check = now + CHECK_INTERVAL + _INTERVAL_PER_FD * num_fds
+
+    def _find(self, now: float) -> None:
+        """Note which connections there are, and what has come over them."""
+        connections, others = self._connections, self._others
+        self._connections, self._others = {}, {}
+        heard, self._heard = self._heard, {}
+        for name in os.listdir("/proc/self/fd"):
+            fd = int(name)
+            try:
+                found = os.fstat(fd)
+            except OSError:
+                continue  # it is closed by now
+            known = connections.get(fd)
+            if known is None or known.inode != found.st_ino:
+                if others.get(fd) == found.st_ino or not self._is_ours(fd, found):
+                    self._others[fd] = found.st_ino
+                    continue
+                known = _Connection(found.st_ino, now)
+            self._connections[fd] = known
+            if fd in heard:
+                nbytes, has_session = heard[fd]
+                known.num_read += nbytes
+                known.heard_at, known.has_session = now, has_session
+
+    def _is_ours(self, fd: int, found: os.stat_result) -> bool:
+        if not stat.S_ISSOCK(found.st_mode):
+            return False
+        try:
+            with socket.socket(fileno=os.dup(fd)) as end:
+                if end.family not in (socket.AF_INET, socket.AF_INET6) or end.type != socket.SOCK_STREAM:
+                    return False
+                end.getpeername()
+                return bool(end.getsockname()[1] == self._port)
+        except OSError:
+            return False  # it listens, or is closed by now
+
+    def _num_received(self, fd: int) -> int:
+        try:
+            with socket.socket(fileno=os.dup(fd)) as end:
+                told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return 0
+        return int(struct.unpack_from("Q", told, _RECEIVED_AT)[0]) if len(told) == _TCP_INFO_BYTES else 0
+
+    def _end(self, fd: int, why: str, level: int = logging.WARNING) -> None:
+        """Shut a connection down; its socket belongs to libzmq, which then closes it and forgets what it has sent."""
+        # The duplicate keeps the number from being used again between the check and the end.
+        known = self._connections.pop(fd, None)
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
+            if known is not None and os.fstat(end.fileno()).st_ino == known.inode:
+                peer = end.getpeername()[0]
+                end.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )  # what comes is refused
+                end.shutdown(socket.SHUT_RDWR)
+                self.num_ended += 1
+                _log.log(level, "ended a connection from %s: it %s", peer, why)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

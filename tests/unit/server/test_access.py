@@ -1,0 +1,117 @@
+"""Who may send which message: the table, for every role and every message."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from kvstore_server.access import ADMIN_ACTIONS, ALLOWED, AccessControl
+from kvstore_server.errors import AccessDeniedError
+from kvstore_server.keys import KeyHolder, Role
+from kvstore_server.protocol import messages as m
+from tests.support.access_table import rows
+
+CLIENTS = {
+    role.value: KeyHolder(role.value, b"", role) for role in Role
+} | {"alice": KeyHolder("alice", b"", Role.WORKER, ("job-*",), frozenset({0, 2}))}  # fmt: skip
+MESSAGES = get_args(m.RequestBody)
+
+
+def message(kind: type[Any], **values: Any) -> Any:
+    """A message of a kind, whose fields are of no account."""
+    made = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        object.__setattr__(made, field.name, values.get(field.name, ""))
+    return made
+
+
+def may(name: str, body: Any, peer: bytes = b"peer") -> bool:
+    try:
+        AccessControl(lambda: CLIENTS).check(peer, name, body)
+    except AccessDeniedError:
+        return False
+    return True
+
+
+def test_the_table_has_every_message() -> None:
+    assert set(ALLOWED) == set(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_a_message_is_for_the_roles_that_the_table_says(kind: type[Any]) -> None:
+    assert {role for role in Role if may(role.value, message(kind, action="cut"))} == ALLOWED[kind]
+
+
+def test_observers_only_look_and_admins_may_do_everything() -> None:
+    assert [kind for kind in MESSAGES if may("observer", message(kind))] == [m.GetStatus]
+    assert all(may("admin", message(kind)) for kind in MESSAGES)
+    assert {kind for kind in MESSAGES if not may("worker", message(kind, action="list"))} == {m.Command}
+
+
+@pytest.mark.parametrize("action", sorted(ADMIN_ACTIONS))
+def test_only_an_admin_saves_and_loads(action: str) -> None:
+    assert not may("worker", m.Snapshot(action, tag="a"))
+    assert may("admin", m.Snapshot(action, tag="a"))
+
+
+def test_a_worker_goes_back_to_a_snapshot_but_loads_nothing() -> None:
+    assert may("worker", m.Snapshot("restore", 5))
+    assert not may("worker", m.Snapshot("restore", 5, tag="a"))
+
+
+@pytest.mark.parametrize(
+    ("namespace", "rank", "allowed"),
+    [
+        ("job-1", 0, True),
+        ("job-1/trainer1", 2, True),
+        ("job-1", 1, False),
+        ("job", 0, False),
+        ("x/job-1", 0, False),
+    ],
+)
+def test_a_worker_has_the_namespaces_and_ranks_of_its_key(namespace: str, rank: int, allowed: bool) -> None:
+    assert may("alice", message(m.Hello, namespace=namespace, rank=rank)) is allowed
+    assert may("worker", message(m.Hello, namespace=namespace, rank=rank))
+
+
+def test_an_unknown_client_may_do_nothing() -> None:
+    assert not any(may("nobody", message(kind)) for kind in MESSAGES)
+    assert not any(may("", message(kind)) for kind in MESSAGES)
+
+
+def test_a_routing_id_belongs_to_the_key_that_used_it_first() -> None:
+    access = AccessControl(lambda: CLIENTS)
+    access.check(b"peer", "worker", m.GetStatus())
+    for name in ("admin", "observer", "alice"):
+        with pytest.raises(AccessDeniedError):
+            access.check(b"peer", name, m.GetStatus())
+    access.check(b"peer", "worker", m.GetStatus())
+    assert access.refused == {"stolen routing id": 3}
+
+
+def test_a_message_through_shared_memory_has_the_role_of_its_socket() -> None:
+    access = AccessControl(lambda: CLIENTS)
+    access.check(b"worker", "worker", m.GetStatus())
+    access.check(b"observer", "observer", m.GetStatus())
+    access.check(b"worker", "", message(m.Contribute))
+    for peer in (b"observer", b"unknown"):
+        with pytest.raises(AccessDeniedError):
+            access.check(peer, "", message(m.Contribute))
+    assert access.refused == {"role": 1, "unknown key": 1}
+
+
+def test_a_client_that_is_removed_is_refused_from_the_next_message_on() -> None:
+    clients = dict(CLIENTS)
+    access = AccessControl(lambda: clients)
+    access.check(b"peer", "worker", message(m.Contribute))
+    del clients["worker"]
+    with pytest.raises(AccessDeniedError):
+        access.check(b"peer", "worker", message(m.Contribute))
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("| `") and line.count("|") == 5] == rows()
