@@ -113,7 +113,14 @@ class Network:
         common["KVSTORE_SERVERS"] = ",".join(bound)
         with harness.Processes() as job:
             for at, where in enumerate(bound):
-                serve = [sys.executable, "-m", "kvstore_server", "--bind", where, "--allow-unauthenticated-bind"]
+                serve = [
+                    sys.executable,
+                    "-m",
+                    "kvstore_server",
+                    "--bind",
+                    where,
+                    "--allow-unauthenticated-bind",
+                ]
                 serve += ["--index", str(at), "--num-servers", str(servers)]
                 job.start([*_on(workers + at), *serve], common, serves=True)
             for rank in range(workers):

@@ -225,7 +225,9 @@ def test_a_worker_leaves_a_job_with_backup_workers(on_servers: Servers) -> None:
     def stays(step: int, trainer: kvtrainer.Trainer) -> bool:
         return step < 8 or has_left.wait(30.0)
 
-    *found, _ = together(lambda: job.train(0, stays), lambda: job.train(1, stays), lambda: job.train(2, leaves))
+    *found, _ = together(
+        lambda: job.train(0, stays), lambda: job.train(1, stays), lambda: job.train(2, leaves)
+    )
     job.check(found)
     sizes = [len(job.given[step]) for step in range(STEPS)]
     assert sizes[:4] == [2] * 4
