@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore_server import keygen
 from kvstore_server.errors import ConfigurationError
@@ -203,3 +208,53 @@ def test_keygen_refuses_a_client_that_is_none(client: str, tmp_path: Path) -> No
         keygen.main([str(tmp_path / "keys"), "--client", client])
     assert caught.value.code == 2
     assert not (tmp_path / "keys").exists()
+
+
+# Whatever a file has, it is keys or a ConfigurationError, and nothing is executed or runs out of memory.
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=50),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+CLIENT_VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.text(max_size=20) | JSON_VALUES,
+        "public": st.text(max_size=45) | JSON_VALUES,
+        "role": st.sampled_from(["worker", "observer", "admin"]) | JSON_VALUES,
+        "namespaces": st.lists(st.text(max_size=10)) | JSON_VALUES,
+        "ranks": st.lists(st.integers()) | JSON_VALUES,
+        "more": JSON_VALUES,
+    },
+)
+
+
+@given(
+    data=st.binary(max_size=200),
+    name=st.sampled_from([SERVER_SECRET, SERVER_PUBLIC, "worker.secret", CLIENTS]),
+)
+def test_any_bytes_are_keys_or_a_typed_error(data: bytes, name: str) -> None:
+    with tempfile.TemporaryDirectory() as top:
+        made = Path(top) / "keys"
+        make_keys(made, [WORKER])
+        (made / name).write_bytes(data)
+        for read in (read_server_keys, read_client_keys):
+            with suppress(ConfigurationError):
+                read(str(made))
+
+
+@given(listed=st.lists(CLIENT_VALUES, max_size=3) | JSON_VALUES)
+def test_any_list_of_clients_is_one_or_a_typed_error(listed: object) -> None:
+    with tempfile.TemporaryDirectory() as top:
+        path = Path(top) / CLIENTS
+        path.write_text(json.dumps(listed))
+        with suppress(ConfigurationError):
+            found = read_clients(Path(top))
+            assert len({one.name for one in found.values()}) == len(found)
+
+
+@given(text=st.text(max_size=60))
+def test_any_description_of_a_client_is_one_or_refused(text: str) -> None:
+    with suppress(argparse.ArgumentTypeError):
+        assert isinstance(keygen._parse_client(text), KeyHolder)
