@@ -156,6 +156,14 @@ bench: $(READY)
 	done
 	-$(BIN)/python benchmarks/bandwidth.py --out benchmarks/results/bandwidth
 
+# What the environment has, as a CycloneDX bill of materials, by a tool in an environment of its own.
+.PHONY: sbom
+sbom: $(READY)
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
+	mkdir -p dist
+	.venv-sbom/bin/cyclonedx-py environment $(BIN)/python --output-file dist/sbom.json
+
 clean:
 	rm -rf $(VENV) $(DOCS) $(PLOTS) build dist *.egg-info
 
