@@ -183,7 +183,8 @@ def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespac
         )
     store = "pushpull" if system.endswith(PUSHPULL) else "trainer"
     checkout = options.before if system == BEFORE else ""
-    environ = {"KVSTORE_TRANSPORT": _transport(system)}
+    # Peers do not encrypt what goes over TCP either.
+    environ = {"KVSTORE_TRANSPORT": _transport(system), "KVSTORE_KEYS": "off"}
     return harness.run_kvtrainer_job([*command, store], job.workers, job.servers, limit, checkout, environ)
 
 
