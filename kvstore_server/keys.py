@@ -329,7 +329,7 @@ def check_curve() -> None:
         )
     if zmq.zmq_version_info() < (4, 3, 5):
         raise ConfigurationError(
-            f"keys need libzmq 4.3.5 or newer, which can keep strangers from blocking a server; this is "
+            f"keys need libzmq 4.3.5 or newer, which can keep unknown clients from blocking a server; this is "
             f"{zmq.zmq_version()}"
         )
 

@@ -63,7 +63,7 @@ from kvstore_server.transport.channel import ChannelListener
 from kvstore_server.transport.connections import CHECK_INTERVAL, ConnectionLimits
 from kvstore_server.transport.tcp import (
     Admission,
-    check_refuses_strangers,
+    check_refuses_unknown_keys,
     prepare_tcp_socket,
     secure_server_socket,
 )
@@ -236,7 +236,7 @@ class Server:
 
     Raises:
         ConfigurationError: The address is in use, or does not belong to this machine; the keys cannot be used, or would
-            not keep strangers out.
+            not keep unknown clients out.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Server:
         try:
             self._socket.bind(options.bind)
             if options.keys is not None and self._admission is not None:
-                check_refuses_strangers(
+                check_refuses_unknown_keys(
                     self._context, self.endpoint, self._admission, options.keys.pair.public
                 )
         except ConfigurationError:
@@ -343,7 +343,7 @@ class Server:
                 if is_drained or self._clock() >= self._drain_until:
                     break
             # 2. Receive. If replies are queued, poll only briefly before trying them again.
-            idle = CHECK_INTERVAL if self._limits.has_strangers else TICK
+            idle = CHECK_INTERVAL if self._limits.has_unknown else TICK
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else idle
             self._budget = _PORTION
             for ready, _ in self._poller.poll(int(timeout * 1000)):
@@ -362,9 +362,9 @@ class Server:
                 next_tick = now + SUSPENDED_AFTER  # what the workers said meanwhile has yet to be read
             # 4. Housekeeping: channels, deadlines, and memory of namespaces that have ended.
             looked = now
-            num_strangers_ended = self._limits.num_ended
+            num_ended_before = self._limits.num_ended
             self._limits.check(now)
-            if self._limits.num_ended > num_strangers_ended:
+            if self._limits.num_ended > num_ended_before:
                 self._refused = _MUCH
             if now >= next_tick:
                 if self._listener is not None:

@@ -5,11 +5,11 @@ any number of connections. So a process that has not said hello, and perhaps nev
 and its descriptors. This looks at the connections themselves, through the descriptors of this process: how many bytes
 have come over each one, as the kernel counts them, and how many of these were read as messages. The rest is *unread*.
 
-A worker that connects again may at once send a whole message, so up to `MAX_UNREAD` bytes are no offence. But short
-frames take many times their length in memory, and nobody sends those in such numbers: if this process grows by much
-more than what strangers have unread, the one with the most is ended. So are those that are silent for `HELLO_TIME`
-seconds, and the oldest if they are too many. A connection with a session is left alone. An ended one costs an honest
-worker nothing but the time to connect again. The clock is an argument.
+A worker that connects again may at once send a whole message, so up to `MAX_UNREAD` bytes may be unread. But short
+frames take many times their length in memory, and nobody needs those in such numbers: if this process grows by much
+more than all of them have unread, the connection with the most is ended. So are those that are silent for `HELLO_TIME`
+seconds, and the oldest if they are too many. A connection with a session is left alone. A worker whose connection was
+ended connects again. The clock is an argument.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_UNREAD = MAX_PAYLOAD + 2 * MAX_FRAME
 _SUSPICIOUS = 64 << 10
 """Bytes unread of a connection from which on this process's memory is watched; hellos and questions are shorter."""
 _GROWTH, _COST = 32 << 20, 2
-"""This process may grow by so many bytes, and by so many for each byte unread, while strangers have bytes unread."""
-MAX_STRANGERS = 4096
+"""This process may grow by so many bytes, and by so many for each unread byte of connections without a session."""
+MAX_WITHOUT_SESSION = 4096
 """Connections without a session, unless a quarter of the descriptors is less."""
 CHECK_INTERVAL, _INTERVAL_PER_FD = 0.02, 1e-4
 """Seconds between two looks, and what each descriptor adds, so that looking takes no more than a few per cent."""
@@ -65,10 +65,10 @@ class ConnectionLimits:
         self._heard: dict[int, tuple[int, bool]] = {}
         """Descriptor → bytes of messages since the last look, and whether their sender has a session."""
         self._next_check = 0.0
-        self._most = min(MAX_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._most = min(MAX_WITHOUT_SESSION, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._resident = 0
-        """Bytes that this process took when no stranger was suspicious."""
-        self.has_strangers = False
+        """Bytes that this process took when no connection was suspicious."""
+        self.has_unknown = False
         """Whether there are any, so that `check` should be called often."""
         self.num_ended = 0
         """How many connections were ended."""
@@ -83,20 +83,20 @@ class ConnectionLimits:
         if now < self._next_check:
             return
         self._find(now)
-        strangers = {fd: one for fd, one in self._connections.items() if not one.has_session}
-        unread = {fd: self._num_received(fd) - one.num_read for fd, one in strangers.items()}
+        unknown = {fd: one for fd, one in self._connections.items() if not one.has_session}
+        unread = {fd: self._num_received(fd) - one.num_read for fd, one in unknown.items()}
         # 1. Those that are too silent, or too many.
-        by_age = sorted(strangers, key=lambda fd: strangers[fd].heard_at)
+        by_age = sorted(unknown, key=lambda fd: unknown[fd].heard_at)
         for fd in by_age[: max(0, len(by_age) - self._most)]:
-            self._end(fd, f"is one of {len(strangers)} without a session, and {self._most} are allowed")
-        for fd, one in strangers.items():
+            self._end(fd, f"is one of {len(unknown)} without a session, and {self._most} are allowed")
+        for fd, one in unknown.items():
             if now - one.heard_at > HELLO_TIME:
                 # A worker that still waits for another server is silent, too; its socket connects again.
                 self._end(fd, f"has been silent for {HELLO_TIME:g} s", logging.INFO)
             elif unread[fd] > MAX_UNREAD:
                 self._end(fd, f"has sent {unread[fd]} bytes that are no whole message")
         # 2. Does this process grow more than what they have sent?
-        self.has_strangers = bool(strangers)
+        self.has_unknown = bool(unknown)
         resident = _resident_bytes()
         if max(unread.values(), default=0) <= _SUSPICIOUS:
             self._resident = resident

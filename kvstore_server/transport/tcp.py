@@ -2,7 +2,7 @@
 
 With keys, sockets encrypt what they carry (CURVE), and a server asks for each new connection whether it knows the
 client's key (`Admission`), before it reads anything else from it. libzmq accepts every key where nobody answers that
-question, unless it is told to insist; `check_refuses_strangers` tries it out.
+question, unless it is told to insist; `check_refuses_unknown_keys` tries it out.
 
 Detection uses TCP keepalive, not ZeroMQ heartbeats: libzmq aborts the process if a heartbeat is due on a connection
 that broke while its queue was full and unread (`Assertion failed: !_io_error`, zeromq/libzmq#3937). Whether the
@@ -162,20 +162,20 @@ class Admission:
         return ""
 
 
-def check_refuses_strangers(context: Any, endpoint: str, admission: Admission, server: bytes) -> None:
+def check_refuses_unknown_keys(context: Any, endpoint: str, admission: Admission, server: bytes) -> None:
     """Connect with a key that nobody knows; blocks until the server's socket refuses it.
 
     Raises:
         ConfigurationError: It does not; then it must not serve.
     """
-    stranger = ClientKeys("stranger", make_pair(), (server,))
-    admission.tested = stranger.pair.public
+    unknown = ClientKeys("unknown", make_pair(), (server,))
+    admission.tested = unknown.pair.public
     socket = context.socket(zmq.DEALER)
     monitor = socket.get_monitor_socket(_OUTCOMES)
     told = 0
     try:
         socket.setsockopt(zmq.LINGER, 0)
-        secure_client_socket(socket, stranger)
+        secure_client_socket(socket, unknown)
         prepare_tcp_socket(socket, endpoint)
         socket.connect(endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"))
         deadline = time.monotonic() + _SELF_TEST_TIME
@@ -192,6 +192,6 @@ def check_refuses_strangers(context: Any, endpoint: str, admission: Admission, s
             "accepts any key" if told else f"has not answered its own question within {_SELF_TEST_TIME:g} s"
         )
         raise ConfigurationError(
-            f"the server at {endpoint} {found}, so it would not keep strangers out; is libzmq "
+            f"the server at {endpoint} {found}, so it would not keep unknown clients out; is libzmq "
             f"({zmq.zmq_version()}) the one of pyzmq's wheel?"
         )

@@ -122,7 +122,7 @@ def main(address: str, folder: Path, stolen: bytes) -> None:
     keys = {
         one.name: read_client_keys(str(one), one.name) for one in folder.iterdir() if one.name != "server"
     }
-    stranger = ClientKeys("stranger", make_pair(), keys["worker"].servers)
+    unknown = ClientKeys("unknown", make_pair(), keys["worker"].servers)
     in_training = [
         hello("job", 0),
         m.Leave("", False),
@@ -137,7 +137,7 @@ def main(address: str, folder: Path, stolen: bytes) -> None:
         (a_command_without_end, address),
         (connection_flood, address),
         (replay, address, keys["observer"]),
-        (ask, address, stranger, in_training),
+        (ask, address, unknown, in_training),
         (ask, address, None, in_training),
         (ask, address, keys["observer"], in_training),
         (ask, address, keys["observer"], in_training, stolen),
