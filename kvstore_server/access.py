@@ -54,36 +54,40 @@ class AccessControl:
     """Checks messages against the clients' keys.
 
     Args:
-        clients: Returns the present clients by name; called for each message.
+        clients: Returns the present clients by public key; called for each message.
     """
 
-    def __init__(self, clients: Callable[[], Mapping[str, KeyHolder]]) -> None:
+    def __init__(self, clients: Callable[[], Mapping[bytes, KeyHolder]]) -> None:
         self._clients = clients
-        self._names: OrderedDict[bytes, str] = OrderedDict()
-        """Routing id → the client that has it."""
+        self._keys: OrderedDict[bytes, str] = OrderedDict()
+        """Routing id → the public key of the client that has it, once it has asked for more than the status."""
         self.refused = Counter[str]()
         """Reason → how often a message was refused for it."""
 
-    def check(self, peer: bytes, name: str, body: m.RequestBody) -> None:
+    def check(self, peer: bytes, key: str, body: m.RequestBody) -> None:
         """Raise AccessDeniedError unless a message may be handled.
 
         Args:
             peer: The routing id of the sender.
-            name: Of the client with whose key the sender has connected; empty for a message through shared memory.
+            key: The public key with which the sender has connected; empty for a message through shared memory.
         """
         # 1. Who is it?
-        owner = self._names.get(peer, "")
-        if name and owner and owner != name:
-            raise self._refuse("stolen routing id", f"a routing id of client {owner!r} is used by {name!r}")
-        name = name or owner
-        client = self._clients().get(name)
+        clients, owner = self._clients(), self._keys.get(peer, "")
+        key = key or owner
+        client = clients.get(key.encode())
         if client is None:
-            raise self._refuse("unknown key", f"the server does not know client {name!r}, or no longer")
-        if not owner:
-            if len(self._names) >= _PEERS_KEPT:
-                self._names.popitem(last=False)
-            self._names[peer] = name
-        self._names.move_to_end(peer)
+            raise self._refuse(
+                "unknown key", f"the server does not know the key {key[:8]}… of this client, or no longer"
+            )
+        name = client.name
+        if owner and owner != key:
+            raise self._refuse("stolen routing id", f"client {name!r} uses a routing id of another one")
+        if not owner and not isinstance(body, m.GetStatus):
+            if len(self._keys) >= _PEERS_KEPT:
+                self._keys.popitem(last=False)
+            self._keys[peer] = owner = key
+        if owner:
+            self._keys.move_to_end(peer)
         # 2. May it send such a message?
         kind, role = type(body).__name__, client.role
         if role not in ALLOWED.get(type(body), _ADMIN):

@@ -280,18 +280,18 @@ def _check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> 
     address = _ADDRESS.fullmatch(flags.bind)
     if address is None or int(address["port"]) > 65535:
         parser.error(f"--bind {flags.bind} is not an address of the form tcp://HOST:PORT")
+    has_keys = flags.keys not in ("", KEYS_OFF)
     if flags.http:
         host, _, port = flags.http.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             parser.error(f"--http {flags.http} is not HOST:PORT")
-        if not (flags.keys or flags.allow_unauthenticated_bind or check.is_loopback(host.strip("[]"))):
+        if not (has_keys or flags.allow_unauthenticated_bind or check.is_loopback(host.strip("[]"))):
             parser.error(
                 f"--http {flags.http} can be reached from other hosts; add --keys DIR, or --allow-unauthenticated-bind "
                 "if everybody there may see it"
             )
     if flags.ready_fd is not None and (problem := _ready_fd_flag_problem(flags.ready_fd)) is not None:
         parser.error(f"--ready-fd {flags.ready_fd} {problem}")
-    has_keys = flags.keys not in ("", KEYS_OFF)
     if not (has_keys or flags.allow_unauthenticated_bind or _is_bind_flag_local(flags.bind)):
         parser.error(
             f"--bind {flags.bind} can be reached from other hosts, and everybody there could read and change all "

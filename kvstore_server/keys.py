@@ -376,7 +376,7 @@ def rotate_server_key(directory: Path) -> bool:
     """Replace the key of a server in two steps, between which clients accept both keys.
 
     The first call makes the next key, and lists its public key beside the present one in `server.public`, which is then
-    copied to all clients. The second one lets servers use it from their next start on, and removes the former one.
+    copied to all clients. The second one lets servers use it from their next start on.
 
     Returns:
         True if a next key was made, False if it has become the present one.
@@ -387,15 +387,16 @@ def rotate_server_key(directory: Path) -> bool:
     coming = directory / "server.next"
     present = read_server_keys(str(directory)).pair
     try:
-        if not coming.exists():
+        listed = (directory / SERVER_PUBLIC).read_text(encoding="ascii").split()
+        if not coming.exists() or _read_pair(coming).public.decode() not in listed:
             pair = make_pair()
             _write(coming, _text_of(pair))
             _write(directory / SERVER_PUBLIC, f"{present.public.decode()}\n{pair.public.decode()}\n", 0o644)
             return True
         pair = _read_pair(coming)
-        # Clients that are not copied to again go on with the file that has both.
+        # The former one stays until the next call, for servers that are yet to be started again.
         coming.replace(directory / SERVER_SECRET)
-        _write(directory / SERVER_PUBLIC, f"{pair.public.decode()}\n", 0o644)
+        _write(directory / SERVER_PUBLIC, f"{pair.public.decode()}\n{present.public.decode()}\n", 0o644)
         return False
     except OSError as error:
         raise ConfigurationError(f"keys cannot be written: {error}") from None
@@ -443,9 +444,7 @@ class ClientTable:
         """Raises ConfigurationError if the file cannot be used."""
         self._path = keys.directory / CLIENTS
         self._stamp = self._read_stamp()
-        self.by_key: dict[bytes, KeyHolder] = {}
-        self.by_name: dict[str, KeyHolder] = {}
-        self._take(keys.clients())
+        self.by_key = keys.clients()
 
     def refresh(self) -> None:
         stamp = self._read_stamp()
@@ -453,14 +452,11 @@ class ClientTable:
             return
         self._stamp = stamp
         try:
-            self._take(read_clients(self._path.parent))
+            self.by_key = read_clients(self._path.parent)
         except ConfigurationError as error:
             _log.error("the clients stay as they were: %s", error)
         else:
-            _log.info("read %s again: %d clients", self._path, len(self.by_name))
-
-    def _take(self, clients: dict[bytes, KeyHolder]) -> None:
-        self.by_key, self.by_name = clients, {one.name: one for one in clients.values()}
+            _log.info("read %s again: %d clients", self._path, len(self.by_key))
 
     def _read_stamp(self) -> tuple[int, int, int]:
         try:

@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -69,8 +70,9 @@ def probe_servers(
             while len(answers) < len(sockets) and (left := deadline - time.monotonic()) > 0:
                 for socket, event in poller.poll(max(1, int(1000 * left))):
                     if event & zmq.POLLOUT:
-                        socket.send_multipart(probe_question())
-                        poller.modify(socket, zmq.POLLIN)
+                        with suppress(zmq.Again):  # the connection has just been lost
+                            socket.send_multipart(probe_question(), zmq.NOBLOCK)
+                            poller.modify(socket, zmq.POLLIN)
                     else:
                         answers[socket] = socket.recv_multipart()
                         poller.unregister(socket)

@@ -283,13 +283,14 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._set_options()
         self._poller = zmq.Poller()
-        # 5. Who is served, if clients have keys.
+        # 5. Who is served, if clients have keys, and what the others may use up.
+        self._limits = ConnectionLimits(options.keys is not None)
         self._clients: ClientTable | None = None
         self._access: AccessControl | None = None
         self._admission: Admission | None = None
         if options.keys is not None:
             clients = self._clients = ClientTable(options.keys)
-            self._access = AccessControl(lambda: clients.by_name)
+            self._access = AccessControl(lambda: clients.by_key)
             self._admission = Admission(self._context, lambda: clients.by_key)
             self._poller.register(self._admission.socket, zmq.POLLIN)
             secure_server_socket(self._socket, options.keys.pair)
@@ -312,7 +313,7 @@ class Server:
                 "this machine?"
             ) from None
         port = self.endpoint.rpartition(":")[2]
-        self._limits = ConnectionLimits(int(port) if port.isdecimal() else 0)
+        self._limits.port = int(port) if port.isdecimal() else 0
 
     @property
     def endpoint(self) -> str:
@@ -346,9 +347,10 @@ class Server:
             idle = CHECK_INTERVAL if self._limits.has_unknown else TICK
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else idle
             self._budget = _PORTION
+            is_drained = True
             for ready, _ in self._poller.poll(int(timeout * 1000)):
                 if ready is self._socket:
-                    self._receive()
+                    is_drained = self._receive()
                 elif self._admission is not None and ready is self._admission.socket:
                     self._admission.receive()
                 elif self._listener is not None:
@@ -359,11 +361,13 @@ class Server:
                 self._frames and now - self._incoming_since > SUSPENDED_AFTER
             ):
                 self.service.reset_liveness(now)
+                self._limits.excuse(now)
                 next_tick = now + SUSPENDED_AFTER  # what the workers said meanwhile has yet to be read
             # 4. Housekeeping: channels, deadlines, and memory of namespaces that have ended.
             looked = now
             num_ended_before = self._limits.num_ended
-            self._limits.check(now)
+            if is_drained:
+                self._limits.check(now)
             if self._limits.num_ended > num_ended_before:
                 self._refused = _MUCH
             if now >= next_tick:
@@ -395,6 +399,7 @@ class Server:
         self._socket.close(linger=int(1000 * max(left, _MIN_LINGER)))
         if self._admission is not None:
             self._admission.socket.close()
+        self._limits.close()
         if self._listener is not None:
             self._listener.close()
         self._context.term()
@@ -410,15 +415,18 @@ class Server:
         prepare_tcp_socket(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
-    def _receive(self) -> None:
-        """Receive messages until the turn is over. Of a long message, a bounded number of frames at a time."""
+    def _receive(self) -> bool:
+        """Receive messages until the turn is over. Of a long message, a bounded number of frames at a time.
+
+        Returns whether all that have come were received.
+        """
         end = self._clock() + TURN
         while (now := self._clock()) < end:
             for _ in range(_BURST):
                 try:
                     frame = self._socket.recv(_NOW, copy=False)
                 except zmq.Again:
-                    return
+                    return True
                 if self._long is not None:
                     self._long.take(frame)
                 elif len(self._frames) > MAX_FRAMES:
@@ -426,25 +434,29 @@ class Server:
                 else:
                     self._frames.append(frame)
                 if not frame.more:
-                    peer, name = self._frames[0].bytes, ""
+                    peer, key = self._frames[0].bytes, ""
                     if self._access is not None:
-                        name = str(frame.get("User-Id"))
+                        key = str(frame.get("User-Id"))
                     message = self._long or self._frames[1:]
                     size, fd = _nbytes_of_message(message), frame.get(zmq.SRCFD)
-                    self._answer(peer, message, False, name)
-                    self._limits.heard(fd, size, self._name_of(peer) != _NOBODY)
+                    is_valid = self._answer(peer, message, False, key)
+                    self._limits.heard(fd, size, is_valid and self._name_of(peer) != _NOBODY)
                     self._frames, self._long = [], None
                     break
                 if len(self._frames) == 1:
                     self._incoming_since = now
+        return False
 
     def _answer(
-        self, peer: bytes, message: Sequence[Frame] | LongMessage, is_shared: bool = True, client: str = ""
-    ) -> None:
+        self, peer: bytes, message: Sequence[Frame] | LongMessage, is_shared: bool = True, key: str = ""
+    ) -> bool:
         """Let the service answer a message of the socket or of shared memory; send or queue the replies.
 
         Args:
-            client: The name that belongs to the sender's key, if clients have keys.
+            key: The sender's public key, if clients have keys.
+
+        Returns:
+            Whether it was a message that its sender may send.
         """
         nbytes = _nbytes_of_message(message)
         number = 0
@@ -454,12 +466,12 @@ class Server:
             )
             number = request.number
             if self._access is not None:
-                self._access.check(peer, client, request.body)
+                self._access.check(peer, key, request.body)
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
             self._refused += nbytes
             self._send_all([m.Outgoing(peer, m.Reply(number, m.Failed(*to_wire(error))))])
-            return
+            return False
         if isinstance(message, list):
             message.clear()
         body = request.body
@@ -480,6 +492,7 @@ class Server:
         del request, body
         if replies:
             self._send_all(replies)
+        return True
 
     def _with_own_facts(self, out: m.Outgoing) -> m.Outgoing:
         if not isinstance(out.reply.body, m.Status):

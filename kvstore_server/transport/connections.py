@@ -7,13 +7,16 @@ have come over each one, as the kernel counts them, and how many of these were r
 
 A worker that connects again may at once send a whole message, so up to `MAX_UNREAD` bytes may be unread. But short
 frames take many times their length in memory, and nobody needs those in such numbers: if this process grows by much
-more than all of them have unread, the connection with the most is ended. So are those that are silent for `HELLO_TIME`
-seconds, and the oldest if they are too many. A connection with a session is left alone. A worker whose connection was
-ended connects again. The clock is an argument.
+more than all of them have unread, the connection with the most is ended. So are those over which nothing has come for
+`HELLO_TIME` seconds, and the oldest if they are too many. A connection with a session is left alone, and where clients
+have keys only silence and number count. A worker whose connection was ended connects again. The clock is an argument.
+
+Looking takes a descriptor now and then. One is held in reserve, for the moment when all others are used up.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -28,7 +31,7 @@ from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD
 _log = logging.getLogger(__name__)
 
 HELLO_TIME = 10.0
-"""Seconds within which a connection has to bring a message. Then it may be silent for as long, again and again."""
+"""Seconds in which something has to come over a connection, again and again."""
 MAX_UNREAD = MAX_PAYLOAD + 2 * MAX_FRAME
 """Bytes that may be unread of one connection: a message of a worker."""
 _SUSPICIOUS = 64 << 10
@@ -47,23 +50,30 @@ _TCP_INFO_BYTES, _RECEIVED_AT = 136, 128
 class _Connection:
     inode: int
     heard_at: float
-    """When it was accepted, or has brought its last message."""
+    """When it was accepted, or when something has come over it for the last time."""
+    num_received: int = 0
+    """Bytes that have come over it, as the kernel counts them."""
     num_read: int = 0
     """Bytes of the messages that it has brought."""
     has_session: bool = False
 
 
 class ConnectionLimits:
-    """Watches the connections that were accepted at one port."""
+    """Watches the connections that were accepted at one port.
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    Args:
+        has_keys: Whether clients have keys, so that nothing is read from one that is not known.
+    """
+
+    def __init__(self, has_keys: bool = False) -> None:
+        self.port, self._has_keys = 0, has_keys
+        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._connections: dict[int, _Connection] = {}
         """By descriptor. Those of other sockets are in `_others`."""
         self._others: dict[int, int] = {}
         """Descriptor of anything else → its inode."""
-        self._heard: dict[int, tuple[int, bool]] = {}
-        """Descriptor → bytes of messages since the last look, and whether their sender has a session."""
+        self._heard: dict[tuple[int, int], tuple[int, bool]] = {}
+        """(descriptor, inode) → bytes of messages since the last look, and whether their sender has a session."""
         self._next_check = 0.0
         self._most = min(MAX_WITHOUT_SESSION, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._resident = 0
@@ -75,16 +85,43 @@ class ConnectionLimits:
 
     def heard(self, fd: int, nbytes: int, has_session: bool) -> None:
         """Count a message that came over a connection."""
-        before, _ = self._heard.get(fd, (0, False))
-        self._heard[fd] = before + nbytes, has_session
+        try:
+            key = fd, os.fstat(fd).st_ino
+        except OSError:
+            return  # it is closed by now
+        before, _ = self._heard.get(key, (0, False))
+        self._heard[key] = before + nbytes, has_session
+
+    def excuse(self, now: float) -> None:
+        """Begin the time of silence again, because it was this process that did not look."""
+        for one in self._connections.values():
+            one.heard_at = now
+
+    def close(self) -> None:
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
 
     def check(self, now: float) -> None:
-        """End the connections that go beyond the limits, if it is time to look."""
+        """End the connections that go beyond the limits, if it is time to look.
+
+        Call it when all messages that have come were read: what a busy server has yet to read is nobody's offence.
+        """
         if now < self._next_check:
             return
+        self.close()
+        try:
+            self._check(now)
+        except OSError as error:  # somebody else has taken the last descriptor
+            _log.warning("cannot look at the connections: %s", error)
+        finally:
+            with suppress(OSError):
+                self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _check(self, now: float) -> None:
         self._find(now)
         unknown = {fd: one for fd, one in self._connections.items() if not one.has_session}
-        unread = {fd: self._num_received(fd) - one.num_read for fd, one in unknown.items()}
+        unread = {fd: self._note_received(fd, one, now) - one.num_read for fd, one in unknown.items()}
         # 1. Those that are too silent, or too many.
         by_age = sorted(unknown, key=lambda fd: unknown[fd].heard_at)
         for fd in by_age[: max(0, len(by_age) - self._most)]:
@@ -93,12 +130,12 @@ class ConnectionLimits:
             if now - one.heard_at > HELLO_TIME:
                 # A worker that still waits for another server is silent, too; its socket connects again.
                 self._end(fd, f"has been silent for {HELLO_TIME:g} s", logging.INFO)
-            elif unread[fd] > MAX_UNREAD:
+            elif unread[fd] > MAX_UNREAD and not self._has_keys:
                 self._end(fd, f"has sent {unread[fd]} bytes that are no whole message")
         # 2. Does this process grow more than what they have sent?
         self.has_unknown = bool(unknown)
         resident = _resident_bytes()
-        if max(unread.values(), default=0) <= _SUSPICIOUS:
+        if max(unread.values(), default=0) <= _SUSPICIOUS or self._has_keys:
             self._resident = resident
         elif resident - self._resident > _GROWTH + _COST * sum(unread.values()):
             worst = max(unread, key=lambda fd: unread[fd])
@@ -119,27 +156,36 @@ class ConnectionLimits:
                 continue  # it is closed by now
             known = connections.get(fd)
             if known is None or known.inode != found.st_ino:
-                if others.get(fd) == found.st_ino or not self._is_ours(fd, found):
+                try:
+                    is_other = others.get(fd) == found.st_ino or not self._is_ours(fd, found)
+                except OSError as error:
+                    if error.errno in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    is_other = True  # it listens, or is closed by now
+                if is_other:
                     self._others[fd] = found.st_ino
                     continue
                 known = _Connection(found.st_ino, now)
             self._connections[fd] = known
-            if fd in heard:
-                nbytes, has_session = heard[fd]
+            if (fd, found.st_ino) in heard:
+                nbytes, has_session = heard[fd, found.st_ino]
                 known.num_read += nbytes
                 known.heard_at, known.has_session = now, has_session
 
     def _is_ours(self, fd: int, found: os.stat_result) -> bool:
         if not stat.S_ISSOCK(found.st_mode):
             return False
-        try:
-            with socket.socket(fileno=os.dup(fd)) as end:
-                if end.family not in (socket.AF_INET, socket.AF_INET6) or end.type != socket.SOCK_STREAM:
-                    return False
-                end.getpeername()
-                return bool(end.getsockname()[1] == self._port)
-        except OSError:
-            return False  # it listens, or is closed by now
+        with socket.socket(fileno=os.dup(fd)) as end:
+            if end.family not in (socket.AF_INET, socket.AF_INET6) or end.type != socket.SOCK_STREAM:
+                return False
+            end.getpeername()
+            return bool(end.getsockname()[1] == self.port)
+
+    def _note_received(self, fd: int, known: _Connection, now: float) -> int:
+        received = self._num_received(fd)
+        if received > known.num_received:
+            known.num_received, known.heard_at = received, now
+        return received
 
     def _num_received(self, fd: int) -> int:
         try:

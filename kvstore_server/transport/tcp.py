@@ -143,23 +143,25 @@ class Admission:
             except zmq.Again:
                 return
             version, number, *rest = [*frames, b"", b""][: max(2, len(frames))]
-            name = self._name_of(rest) if len(frames) == _ZAP_FRAMES and version == b"1.0" else ""
-            status = _ACCEPTED if name else _REFUSED
-            self.socket.send_multipart([b"1.0", number, status, b"", name.encode(), b""])
+            known = self._key_of(rest) if len(frames) == _ZAP_FRAMES and version == b"1.0" else b""
+            status = _ACCEPTED if known else _REFUSED
+            self.socket.send_multipart([b"1.0", number, status, b"", known, b""])
 
-    def _name_of(self, question: list[bytes]) -> str:
-        """Return the name of the client that asks; empty if it is not known, which is counted and logged."""
+    def _key_of(self, question: list[bytes]) -> bytes:
+        """Return the public key of the client that asks; empty if it is not known, which is counted and logged.
+
+        The key goes with each message that comes over the connection, and not the name, which another key may get.
+        """
         domain, address, _routing_id, mechanism, key = question
         if mechanism == b"CURVE" and domain == _DOMAIN and len(key) == 32:
             public = z85.encode(key)
-            client = self._clients().get(public)
-            if client is not None:
-                return client.name
+            if public in self._clients():
+                return public
             if public == self.tested:
-                return ""
+                return b""
         self.num_refused += 1
         _log.warning("refused a connection from %s: its key is not known", address.decode(errors="replace"))
-        return ""
+        return b""
 
 
 def check_refuses_unknown_keys(context: Any, endpoint: str, admission: Admission, server: bytes) -> None:

@@ -79,6 +79,8 @@ monitor, and on the same host a channel with its memory and the server's process
 _RETRY_MS = 50
 """The time between two attempts to connect; it doubles up to `_MAX_RETRY_MS` where no server is expected soon."""
 _MAX_RETRY_MS = 1000
+_KEY_PAUSE = 0.1
+"""Seconds between two attempts with another public key of a server."""
 _REDIRECTED = (errno.ECONNREFUSED, errno.ENOSYS)
 """Errors which mean that the server is not on this host, or which leave that open."""
 
@@ -147,6 +149,8 @@ class Connection(Transport):
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, _IN)
+        self._next_key_at = 0.0
+        """Not before this time another key is tried."""
         self._refusals: dict[int, str] = {}
         """Server → why it does not let this process in, as far as that can be seen."""
         self._monitors: dict[Any, int] = {}
@@ -363,12 +367,14 @@ class Connection(Transport):
                     else f"{self.describe(server)} has no key, and this process accepts only servers that have one "
                     "(KVSTORE_KEYS); start it with --keys"
                 )
-            if event is ConnectionEvent.OTHER_KEY:
+            if event is ConnectionEvent.OTHER_KEY and self._keys is not None:
                 self._refusals[server] = (
-                    "it broke the connection off before it said anything, as a server does whose key is none of those "
-                    "in server.public"
+                    "it broke the connection off before it said anything, as a server does that is too busy, or whose "
+                    "key is none of those in server.public"
                 )
-                if self._keys is not None and len(self._keys.servers) > 1 and server not in self._answered:
+                is_first = server not in self._answered and time.monotonic() >= self._next_key_at
+                if len(self._keys.servers) > 1 and is_first:
+                    self._next_key_at = time.monotonic() + _KEY_PAUSE
                     self._key_at[server] += 1
                     self._replace_socket(server)
                     break
@@ -615,7 +621,7 @@ class _ConnectionHeartbeats:
         connect: Callable[[int], Any],
     ) -> None:
         self._sockets = list(sockets)
-        self._key_at, self._connect, self._used = key_at, connect, list(key_at)
+        self._key_at, self._connect, self._used = key_at, connect, [0] * len(self._sockets)
         self._sessions = list(sessions)
         self._report = report
         self.heard = [0.0] * len(self._sockets)

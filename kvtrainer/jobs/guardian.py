@@ -46,6 +46,8 @@ TERMINATE, KILL = b"T", b"K"
 GUARDIAN_DIES = (
     "the guardian process keeps dying, and this program, when killed, would leave processes behind"
 )
+_KEYS_TIMEOUT = 60.0
+"""Seconds in which the launcher has to send the keys of the job."""
 _MAX_RESTARTS = 3
 _POLL = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -215,12 +217,15 @@ def main(argv: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _received_keys() -> Iterator[None]:
     """Write the keys that the launcher sends to a directory of their own, and name it in the environment."""
-    line = bytearray()
+    line, deadline = bytearray(), time.monotonic() + _KEYS_TIMEOUT
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
     while not line.endswith(b"\n"):
         # Byte by byte, because requests for signals may follow.
-        byte = os.read(0, 1)
+        has_come = poll.poll(max(0.0, 1000 * (deadline - time.monotonic())))
+        byte = os.read(0, 1) if has_come else b""
         if not byte:
-            sys.exit("the launcher has ended before it sent the keys of the job")
+            sys.exit("the launcher has not sent the keys of the job")
         line += byte
     directory = make_keys_directory(json.loads(line))
     try:

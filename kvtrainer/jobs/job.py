@@ -178,8 +178,10 @@ class RemoteJobProcess(ChildProcess):
     def give_keys(self, files: Mapping[str, str]) -> None:
         """Send the files of its directory of keys; the guardian there waits for them."""
         assert self.process.stdin is not None
+        left = json.dumps(files).encode() + b"\n"
         with suppress(OSError):  # the connection has ended
-            self.process.stdin.write(json.dumps(files).encode() + b"\n")
+            while left:
+                left = left[os.write(self.process.stdin.fileno(), left) :]
 
     def signal(self, number: signal.Signals) -> None:
         """Forward SIGTERM or SIGKILL. A second SIGKILL ends the connection itself."""

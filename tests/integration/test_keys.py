@@ -214,6 +214,45 @@ def test_a_job_goes_on_while_the_key_of_its_server_is_replaced(keys: Path, tmp_p
         assert store._clients[-1]._session.num_reconnects == 1
 
 
+def test_a_worker_that_knows_both_keys_finds_the_one_of_the_server_for_its_heartbeats_too(
+    keys: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(keys / "server", tmp_path / "server")
+    assert rotate_server_key(tmp_path / "server")
+    own = copy_client(tmp_path, "worker")
+    assert not rotate_server_key(tmp_path / "server")
+    with Processes() as started, Members() as members:
+        store = members.join(
+            started.servers(1, "--keys", str(tmp_path / "server")), 0, 1, new_name(), keys=own
+        )
+        session = store._client._session
+        assert eventually(lambda: session.transport.last_heartbeat(0) > 0)
+
+
+def test_a_key_that_was_replaced_under_its_name_is_out_also_where_it_has_connected_before(
+    keys: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(keys / "server", tmp_path / "server")
+    with Processes() as started, Members() as members:
+        servers = started.servers(1, "--keys", str(tmp_path / "server"))
+        store = members.join(servers, 0, 1, new_name(), keys=copy_client(tmp_path, "worker"))
+        store.init("k", torch.zeros(3))
+        (tmp_path / "server" / CLIENTS).write_text("[]")
+        (tmp_path / "server" / "worker.secret").unlink()
+        make_keys(tmp_path / "server", [NAMES["worker"]])
+
+        def is_out() -> bool:
+            try:
+                store.pull("k", out=torch.zeros(3))
+            except AccessDeniedError:
+                return True
+            return False
+
+        assert eventually(is_out)
+        copy_client(tmp_path, "worker")
+        members.join(servers, 0, 1, new_name(), keys=str(tmp_path / "worker"))
+
+
 def children_of(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
