@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -82,6 +83,8 @@ _PORTION = 64 << 20
 """Bytes sent in one turn; the rest is queued."""
 _MUCH = 32 << 20
 """After this many bytes of refused messages, free memory is returned to the system, which takes a moment."""
+_FREED_WITHIN = 2.0
+"""Seconds after the end of a connection in which free memory is returned again and again."""
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 """Plain ints; ZeroMQ's enum members take several times as long to combine."""
@@ -275,6 +278,8 @@ class Server:
         self._incoming_since = 0.0
         self._refused = 0
         """Bytes of refused messages since the last time that free memory was returned."""
+        self._returns_memory_until = -math.inf
+        """Until then free memory is returned at each tick."""
         self.is_stop_requested = False
         # 4. Stopping, and the socket itself.
         self._until: Callable[[float], bool] = lambda _now: False
@@ -369,7 +374,8 @@ class Server:
             if is_drained:
                 self._limits.check(now)
             if self._limits.num_ended > num_ended_before:
-                self._refused = _MUCH
+                # libzmq frees what it has kept of them a moment later.
+                self._returns_memory_until = now + _FREED_WITHIN
             if now >= next_tick:
                 if self._listener is not None:
                     self._listener.reap_and_flush(now)
@@ -377,7 +383,8 @@ class Server:
                 next_tick = now + TICK
                 if self._clients is not None:
                     self._clients.refresh()
-                if self.service.num_ended > num_ended or self._refused >= _MUCH:
+                is_much = self._refused >= _MUCH or now < self._returns_memory_until
+                if self.service.num_ended > num_ended or is_much:
                     num_ended, self._refused = self.service.num_ended, 0
                     return_free_memory()
                 self.is_stop_requested |= self._until(now)
