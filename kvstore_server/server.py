@@ -61,10 +61,11 @@ from kvstore_server.protocol.frames import (
 from kvstore_server.protocol.rows import PACKED_ROWS
 from kvstore_server.shard.shard import Leases
 from kvstore_server.transport.channel import ChannelListener
-from kvstore_server.transport.connections import CHECK_INTERVAL, ConnectionLimits
+from kvstore_server.transport.connections import ConnectionLimits
 from kvstore_server.transport.tcp import (
     Admission,
     check_refuses_unknown_keys,
+    drain_monitor,
     prepare_tcp_socket,
     secure_server_socket,
 )
@@ -290,6 +291,8 @@ class Server:
         self._poller = zmq.Poller()
         # 5. Who is served, if clients have keys, and what the others may use up.
         self._limits = ConnectionLimits(options.keys is not None)
+        self._accepted: Any = None
+        """Tells when a connection was accepted."""
         self._clients: ClientTable | None = None
         self._access: AccessControl | None = None
         self._admission: Admission | None = None
@@ -319,6 +322,9 @@ class Server:
             ) from None
         port = self.endpoint.rpartition(":")[2]
         self._limits.port = int(port) if port.isdecimal() else 0
+        # A new connection wakes the loop, so that it is looked at before much has come over it.
+        self._accepted = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._poller.register(self._accepted, zmq.POLLIN)
 
     @property
     def endpoint(self) -> str:
@@ -349,13 +355,16 @@ class Server:
                 if is_drained or self._clock() >= self._drain_until:
                     break
             # 2. Receive. If replies are queued, poll only briefly before trying them again.
-            idle = CHECK_INTERVAL if self._limits.has_unknown else TICK
+            idle = min(TICK, self._limits.interval)
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else idle
             self._budget = _PORTION
             is_drained = True
-            for ready, _ in self._poller.poll(int(timeout * 1000)):
+            for ready, _ in self._poller.poll(math.ceil(timeout * 1000)):
                 if ready is self._socket:
                     is_drained = self._receive()
+                elif ready is self._accepted:
+                    drain_monitor(self._accepted)
+                    self._limits.accepted()
                 elif self._admission is not None and ready is self._admission.socket:
                     self._admission.receive()
                 elif self._listener is not None:
@@ -403,10 +412,14 @@ class Server:
     def close(self) -> None:
         """Close the socket. Queued replies get the rest of the drain timeout, at least a second, to leave."""
         left = self._drain_until - self._clock() if self.service.is_stopping else 0.0
+        if self._accepted is not None:
+            self._socket.disable_monitor()
         self._socket.close(linger=int(1000 * max(left, _MIN_LINGER)))
         if self._admission is not None:
             self._admission.socket.close()
         self._limits.close()
+        if self._accepted is not None:
+            self._accepted.close(linger=0)
         if self._listener is not None:
             self._listener.close()
         self._context.term()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import resource
 import socket
@@ -40,8 +41,13 @@ _GROWTH, _COST = 32 << 20, 2
 """This process may grow by so many bytes, and by so many for each unread byte of connections without a session."""
 MAX_WITHOUT_SESSION = 4096
 """Connections without a session, unless a quarter of the descriptors is less."""
-CHECK_INTERVAL, _INTERVAL_PER_FD = 0.02, 1e-4
+_INTERVAL, _INTERVAL_PER_FD = 0.02, 1e-4
 """Seconds between two looks, and what each descriptor adds, so that looking takes no more than a few per cent."""
+_ALERT = 0.1
+"""The same is multiplied by this while something unread comes over a connection without a session, or one is new: a
+process of this host sends a gigabyte in a second."""
+_NEW = 0.2
+"""Seconds in which a connection counts as new."""
 _TCP_INFO_BYTES, _RECEIVED_AT = 136, 128
 """Of `struct tcp_info` of Linux: where the number of bytes that were received ends, and begins."""
 
@@ -49,6 +55,7 @@ _TCP_INFO_BYTES, _RECEIVED_AT = 136, 128
 @dataclass
 class _Connection:
     inode: int
+    accepted_at: float
     heard_at: float
     """When it was accepted, or when something has come over it for the last time."""
     num_received: int = 0
@@ -78,8 +85,8 @@ class ConnectionLimits:
         self._most = min(MAX_WITHOUT_SESSION, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._resident = 0
         """Bytes that this process took when no connection was suspicious."""
-        self.has_unknown = False
-        """Whether there are any, so that `check` should be called often."""
+        self.interval = math.inf
+        """Seconds after which `check` should be called again; infinity: there are no connections without a session."""
         self.num_ended = 0
         """How many connections were ended."""
 
@@ -91,6 +98,10 @@ class ConnectionLimits:
             return  # it is closed by now
         before, _ = self._heard.get(key, (0, False))
         self._heard[key] = before + nbytes, has_session
+
+    def accepted(self) -> None:
+        """Look at once: there is a new connection."""
+        self._next_check = self.interval = 0.0
 
     def excuse(self, now: float) -> None:
         """Begin the time of silence again, because it was this process that did not look."""
@@ -133,44 +144,52 @@ class ConnectionLimits:
             elif unread[fd] > MAX_UNREAD and not self._has_keys:
                 self._end(fd, f"has sent {unread[fd]} bytes that are no whole message")
         # 2. Does this process grow more than what they have sent?
-        self.has_unknown = bool(unknown)
         resident = _resident_bytes()
         if max(unread.values(), default=0) <= _SUSPICIOUS or self._has_keys:
             self._resident = resident
         elif resident - self._resident > _GROWTH + _COST * sum(unread.values()):
             worst = max(unread, key=lambda fd: unread[fd])
             self._end(worst, f"has sent {unread[worst]} bytes of short frames that are no whole message")
-        num_fds = len(self._connections) + len(self._others)
-        self._next_check = now + CHECK_INTERVAL + _INTERVAL_PER_FD * num_fds
+        # 3. When to look again.
+        is_alert = max(unread.values(), default=0) > _SUSPICIOUS or any(
+            now - one.accepted_at < _NEW for one in unknown.values()
+        )
+        interval = _INTERVAL + _INTERVAL_PER_FD * (len(self._connections) + len(self._others))
+        interval *= _ALERT if is_alert else 1.0
+        self._next_check = now + interval
+        self.interval = interval if unknown else math.inf
 
     def _find(self, now: float) -> None:
         """Note which connections there are, and what has come over them."""
-        connections, others = self._connections, self._others
-        self._connections, self._others = {}, {}
-        heard, self._heard = self._heard, {}
+        connections: dict[int, _Connection] = {}
+        others: dict[int, int] = {}
         for name in os.listdir("/proc/self/fd"):
             fd = int(name)
             try:
                 found = os.fstat(fd)
             except OSError:
                 continue  # it is closed by now
-            known = connections.get(fd)
+            known = self._connections.get(fd)
             if known is None or known.inode != found.st_ino:
                 try:
-                    is_other = others.get(fd) == found.st_ino or not self._is_ours(fd, found)
+                    is_other = self._others.get(fd) == found.st_ino or not self._is_ours(fd, found)
                 except OSError as error:
                     if error.errno in (errno.EMFILE, errno.ENFILE):
                         raise
                     is_other = True  # it listens, or is closed by now
                 if is_other:
-                    self._others[fd] = found.st_ino
+                    others[fd] = found.st_ino
                     continue
-                known = _Connection(found.st_ino, now)
-            self._connections[fd] = known
-            if (fd, found.st_ino) in heard:
-                nbytes, has_session = heard[fd, found.st_ino]
-                known.num_read += nbytes
-                known.heard_at, known.has_session = now, has_session
+                known = _Connection(found.st_ino, now, now)
+            connections[fd] = known
+        # Only now, so that nothing is forgotten if there is no descriptor to look with.
+        self._connections, self._others = connections, others
+        for (fd, inode), (nbytes, has_session) in self._heard.items():
+            one = connections.get(fd)
+            if one is not None and one.inode == inode:
+                one.num_read += nbytes
+                one.heard_at, one.has_session = now, has_session
+        self._heard = {}
 
     def _is_ours(self, fd: int, found: os.stat_result) -> bool:
         if not stat.S_ISSOCK(found.st_mode):

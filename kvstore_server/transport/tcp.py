@@ -92,6 +92,12 @@ def read_monitor(monitor: Any) -> Iterator[ConnectionEvent]:
             yield ConnectionEvent.GONE
 
 
+def drain_monitor(monitor: Any) -> None:
+    """Read the events that a monitor's socket has, of which only the arrival matters."""
+    for _ in read_monitor(monitor):
+        pass
+
+
 # ---------------------------------------------------------------- keys
 
 _ZAP = "inproc://zeromq.zap.01"

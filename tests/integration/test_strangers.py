@@ -305,6 +305,20 @@ def test_damaged_messages_of_this_protocol_do_not_disturb_a_server(
     assert_serve([server])
 
 
+def test_the_memory_of_a_message_that_was_refused_is_given_back(
+    server: Process, peer: zmq.Socket[bytes]
+) -> None:
+    hello = m.Hello(new_name(), 0, 1, 0, 1, capability(), "peer:1", bytes(m.SECRET_BYTES), (OWN,))
+    peer.send_multipart(encode_frames(m.Request(0, 0, 1, hello)))
+    welcome = decode_frames(_answer_of(peer))[3]
+    assert isinstance(welcome, m.Welcome)
+    before = resident_bytes(server.pid)
+    state = m.SliceState(0, 0, {}, bytes(256 << 20))
+    peer.send_multipart(encode_frames(m.Request(welcome.run_id, welcome.session, 5, state)))
+    assert isinstance(decode_frames(_answer_of(peer))[3], m.Failed)
+    assert eventually(lambda: resident_bytes(server.pid) - before < 32 << 20)
+
+
 def test_a_long_message_without_a_session_ends_its_connection_and_is_not_kept(
     server: Process, peer: zmq.Socket[bytes]
 ) -> None:
@@ -312,7 +326,7 @@ def test_a_long_message_without_a_session_ends_its_connection_and_is_not_kept(
     state = m.SliceState(0, 0, {}, bytes(256 << 20))
     peer.send_multipart(encode_frames(m.Request(run_id=1, session=1, number=5, body=state)))
     assert eventually(lambda: "no whole message" in server.stderr())
-    assert eventually(lambda: resident_bytes(server.pid) - before < 128 << 20)
+    assert eventually(lambda: resident_bytes(server.pid) - before < 32 << 20)
 
 
 def test_a_frame_above_the_limit_costs_only_its_sender_the_connection(
