@@ -125,9 +125,15 @@ class Connection(Transport):
         """By server: which of the servers' public keys it has. Another one is tried when it does not fit."""
         self._sockets: list[Any] = []
         self._heartbeat_sockets: list[Any] = []
+        self._poller = zmq.Poller()
+        self._monitors: dict[Any, int] = {}
+        """Socket that tells what happens to the connection to a server → this server."""
+        self._num_monitors = 0
         try:
-            for server in range(len(addresses)):
-                self._sockets.append(self._connect(server, water_mark))
+            for server, address in enumerate(addresses):
+                self._sockets.append(self._make_socket(server, water_mark))
+                self._monitor(server, FAILED)  # before it connects, or a refusal could come before
+                self._sockets[server].connect(address)
                 self._heartbeat_sockets.append(self._connect_heartbeat(server))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -146,18 +152,12 @@ class Connection(Transport):
         # 3. What `receive` polls.
         self._index: dict[Any, int] = {socket: server for server, socket in enumerate(self._sockets)}
         """Socket, or a channel's descriptor → server."""
-        self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, _IN)
         self._next_key_at = 0.0
         """Not before this time another key is tried."""
         self._refusals: dict[int, str] = {}
         """Server → why it does not let this process in, as far as that can be seen."""
-        self._monitors: dict[Any, int] = {}
-        """Socket that tells what happens to the connection to a server → this server."""
-        self._num_monitors = 0
-        for server in range(len(addresses)):
-            self._monitor(server, FAILED)
         self._polls_only = False
         """The caller polls instead of blocking."""
         self._is_watching = False
@@ -482,22 +482,26 @@ class Connection(Transport):
         del self._index[former]
         former.close(linger=0)
         self._num_sockets[server] += 1
-        socket = self._connect(server, self._water_mark, max_retry_ms=0)
+        socket = self._make_socket(server, self._water_mark, max_retry_ms=0)
         self._sockets[server] = socket
         self._index[socket] = server
         self._poller.register(socket, _IN)
         self._monitor(server, CLOSED | FAILED)
+        socket.connect(self._addresses[server])
 
-    def _connect(self, server: int, sent: int, max_retry_ms: int = _MAX_RETRY_MS) -> Any:
+    def _make_socket(self, server: int, sent: int, max_retry_ms: int = _MAX_RETRY_MS) -> Any:
+        """Make a socket for requests, which is yet to be connected."""
         address, own = self._addresses[server], self._own_id(server)
-        return _connect_dealer(
+        return _make_dealer(
             self._context, address, own, self._keys, self._key_at[server], sent, max_retry_ms=max_retry_ms
         )
 
     def _connect_heartbeat(self, server: int) -> Any:
         """Connect a socket for heartbeats. Also called by the thread that sends them."""
         address, own, at = self._addresses[server], self._ids[server][0], self._key_at[server]
-        return _connect_dealer(self._context, address, own, self._keys, at, sent=2, received=2)
+        socket = _make_dealer(self._context, address, own, self._keys, at, sent=2, received=2)
+        socket.connect(address)
+        return socket
 
     def reopen(self, server: int, run: int, session: int) -> bool:
         if self._transport != "tcp":
@@ -665,7 +669,7 @@ class _ConnectionHeartbeats:
                 socket.send_multipart(encode_frames(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
 
 
-def _connect_dealer(
+def _make_dealer(
     context: Any,
     address: str,
     own: bytes,
@@ -675,7 +679,7 @@ def _connect_dealer(
     received: int = 0,
     max_retry_ms: int = _MAX_RETRY_MS,
 ) -> Any:
-    """Connect a DEALER socket. It queues at most this many messages each way; 0 means no limit.
+    """Make a DEALER socket for an address. It queues at most this many messages each way; 0 means no limit.
 
     The time between two attempts to connect doubles up to `max_retry_ms`; 0: it stays.
     """
@@ -689,5 +693,4 @@ def _connect_dealer(
     prepare_tcp_socket(socket, address)
     if keys is not None:
         secure_client_socket(socket, keys, key_at)
-    socket.connect(address)
     return socket
