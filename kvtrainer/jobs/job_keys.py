@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvstore_server.errors import ConfigurationError
 from kvstore_server.keys import (
     CLIENTS,
     JOB_SERVERS,
@@ -27,6 +28,8 @@ from kvstore_server.keys import (
 )
 from kvtrainer.jobs.guardian import MARK, make_keys_directory
 
+_MAX_SENT = 48 << 10
+"""Bytes of files that are sent to a host: with what JSON adds they fit into a pipe, so the launcher never waits."""
 _JOB = "job"
 """The name of the client that all processes of a job are."""
 
@@ -49,7 +52,13 @@ class JobKeys:
         self.directory = "" if given == OFF else given
         self.is_own = not given
         if self.is_own:
-            self.directory = make_keys_directory({})
+            try:
+                self.directory = make_keys_directory({})
+            except OSError as error:
+                raise ConfigurationError(
+                    f"no directory for the keys of the job can be made: {error}; make room in /dev/shm or the temporary "
+                    f"directory, or name a directory of keys ({KEYS})"
+                ) from None
             make_keys(Path(self.directory), [KeyHolder(_JOB, b"", Role.ADMIN)])
         if self.directory:
             read_server_keys(self.directory)
@@ -62,11 +71,18 @@ class JobKeys:
         return {KEYS: self.directory, KEY_NAME: self._name} if self.directory else {KEYS: OFF}
 
     def files_for(self, is_server: bool) -> dict[str, str]:
-        """Return the files that a process on another host needs: name → text."""
+        """Return the files that a process on another host needs: name → text. Raises ConfigurationError."""
         if not self.directory:
             return {}
         names = [SERVER_PUBLIC, f"{self._name}.secret", *([SERVER_SECRET, CLIENTS] if is_server else [])]
-        return {name: Path(self.directory, name).read_text(encoding="ascii") for name in names}
+        files = {name: Path(self.directory, name).read_text(encoding="ascii") for name in names}
+        nbytes = sum(map(len, files.values()))
+        if nbytes > _MAX_SENT:
+            raise ConfigurationError(
+                f"the keys in {self.directory} have {nbytes} bytes, and up to {_MAX_SENT} are sent to another host; list "
+                f"fewer clients in {CLIENTS}, or leave --keys out"
+            )
+        return files
 
     def note_servers(self, servers: Sequence[str]) -> None:
         """Note where the servers of the job listen, so that the keys are found by `find_job_keys`."""

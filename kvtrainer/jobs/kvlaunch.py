@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_lost = options.restart if environ.get(STATE_DIR) else 0
     try:
         keys = JobKeys(environ, options.keys) if options.servers else None
+        if keys is not None and options.remote is not None:
+            keys.files_for(is_server=True)  # refused before anything starts
     except ConfigurationError as error:
         print(f"kvlaunch: {error}", file=sys.stderr)
         return 2
