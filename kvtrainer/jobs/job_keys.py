@@ -56,8 +56,8 @@ class JobKeys:
                 self.directory = make_keys_directory({})
             except OSError as error:
                 raise ConfigurationError(
-                    f"no directory for the keys of the job can be made: {error}; make room in /dev/shm or the temporary "
-                    f"directory, or name a directory of keys ({KEYS})"
+                    f"no directory for the keys of the job can be made: {error}; make room in /dev/shm or the "
+                    f"temporary directory, or name a directory of keys ({KEYS})"
                 ) from None
             make_keys(Path(self.directory), [KeyHolder(_JOB, b"", Role.ADMIN)])
         if self.directory:
@@ -79,8 +79,8 @@ class JobKeys:
         nbytes = sum(map(len, files.values()))
         if nbytes > _MAX_SENT:
             raise ConfigurationError(
-                f"the keys in {self.directory} have {nbytes} bytes, and up to {_MAX_SENT} are sent to another host; list "
-                f"fewer clients in {CLIENTS}, or leave --keys out"
+                f"the keys in {self.directory} have {nbytes} bytes, and up to {_MAX_SENT} are sent to another host; "
+                f"list fewer clients in {CLIENTS}, or leave --keys out"
             )
         return files
 
