@@ -368,7 +368,9 @@ def make_keys(directory: Path, clients: Iterable[KeyHolder]) -> list[str]:
         if new or not known:
             _write(directory / CLIENTS, json.dumps(list(map(_as_json, listed)), indent=1) + "\n", 0o644)
     except OSError as error:
-        raise ConfigurationError(f"keys cannot be written: {error}") from None
+        raise ConfigurationError(
+            f"keys cannot be written: {error}; make room there, or name a directory that you may write to"
+        ) from None
     return [one.name for one in new]
 
 
@@ -399,7 +401,9 @@ def rotate_server_key(directory: Path) -> bool:
         _write(directory / SERVER_PUBLIC, f"{pair.public.decode()}\n{present.public.decode()}\n", 0o644)
         return False
     except OSError as error:
-        raise ConfigurationError(f"keys cannot be written: {error}") from None
+        raise ConfigurationError(
+            f"keys cannot be written: {error}; make room there, or name a directory that you may write to"
+        ) from None
 
 
 def _as_json(client: KeyHolder) -> dict[str, Any]:
