@@ -412,7 +412,7 @@ class Server:
     def close(self) -> None:
         """Close the socket. Queued replies get the rest of the drain timeout, at least a second, to leave."""
         left = self._drain_until - self._clock() if self.service.is_stopping else 0.0
-        if self._accepted is not None:
+        if self._accepted is not None and not self._socket.closed:
             self._socket.disable_monitor()
         self._socket.close(linger=int(1000 * max(left, _MIN_LINGER)))
         if self._admission is not None:
