@@ -87,6 +87,11 @@ simulation: $(READY)
 soak: $(READY)
 	$(BIN)/python -m tests.chaos.soak $(or $(MINUTES),30)
 
+# Hostile input: messages, files of keys and connections; CASES="1000000 7" takes another seed.
+.PHONY: fuzz
+fuzz: $(READY)
+	$(BIN)/python -m tests.support.fuzzing $(CASES)
+
 test-mxnet: $(READY)
 	benchmarks/mxnet_env.sh .venv-mxnet2 2.0.0b1
 	benchmarks/mxnet_env.sh .venv-mxnet 1.9.1
@@ -96,6 +101,13 @@ test-mxnet: $(READY)
 .PHONY: test-pythons
 test-pythons: wheel
 	for python in $(PYTHONS); do tests/one_python.sh $$python || exit 1; done
+
+# The lowest versions of torch and the others that the package takes, and the newest ones that pip finds.
+.PHONY: test-versions
+test-versions: .venv-lowest/.ready .venv-newest/.ready
+	for venv in $(^D); do \
+		$$venv/bin/python -m pytest tests/unit tests/integration -m "not full" $(PARALLEL) || exit 1; \
+	done
 
 # Each extra alone, on the wheel; EXTRAS="watch skorch" takes some of them.
 .PHONY: test-extras
@@ -190,6 +202,13 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 .venv-frameworks/.ready .venv-frameworks-lowest/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(LOWEST) -e '.[test,lightning,accelerate,transformers,skorch,examples]' tensorboard
+	touch $@
+
+.venv-lowest/.ready: LOWEST = -c tests/lowest.txt
+.venv-lowest/.ready: tests/lowest.txt
+.venv-lowest/.ready .venv-newest/.ready: setup.cfg setup.py
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(LOWEST) -e '.[test,watch,examples,notebook]'
 	touch $@
 
 .venv-deploy/.ready: setup.cfg setup.py constraints.txt

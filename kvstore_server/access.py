@@ -4,6 +4,9 @@ The key with which a client has connected has a role. An observer asks only how 
 the jobs, and has the ranks, that its key is for; an admin may do everything, also what changes the job of others:
 commands, and saving and loading by hand.
 
+A key may also limit how many sessions and namespaces its client has at a time, and how much memory; rates are the
+business of `client_rates`.
+
 A routing id belongs to the key that used it first. So whoever learns another client's routing id, and even the token of
 its session, cannot speak for it with a key of his own. Messages through shared memory come from a process that has said
 hello over a socket, under the same routing id.
@@ -13,10 +16,12 @@ Refusals are counted by reason. Pure: no sockets and no clock.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from kvstore_server.budget import ClientMemory
 from kvstore_server.errors import AccessDeniedError
 from kvstore_server.keys import KeyHolder, Role
 from kvstore_server.protocol import messages as m
@@ -55,17 +60,22 @@ class AccessControl:
 
     Args:
         clients: Returns the present clients by public key; called for each message.
+        hellos: Returns what the open sessions have begun with, the oldest first.
     """
 
-    def __init__(self, clients: Callable[[], Mapping[bytes, KeyHolder]]) -> None:
-        self._clients = clients
+    def __init__(
+        self,
+        clients: Callable[[], Mapping[bytes, KeyHolder]],
+        hellos: Callable[[], Iterable[m.Hello]] = tuple,
+    ) -> None:
+        self._clients, self._hellos = clients, hellos
         self._keys: OrderedDict[bytes, str] = OrderedDict()
         """Routing id → the public key of the client that has it, once it has asked for more than the status."""
         self.refused = Counter[str]()
         """Reason → how often a message was refused for it."""
 
-    def check(self, peer: bytes, key: str, body: m.RequestBody) -> None:
-        """Raise AccessDeniedError unless a message may be handled.
+    def check(self, peer: bytes, key: str, body: m.RequestBody) -> KeyHolder:
+        """Return whose message it is. Raises AccessDeniedError unless it may be handled.
 
         Args:
             peer: The routing id of the sender.
@@ -110,6 +120,56 @@ class AccessControl:
                     "rank",
                     f"client {name!r} is for ranks {sorted(client.ranks)}, and not for rank {body.rank}",
                 )
+        # 4. Has it too many already?
+        if isinstance(body, m.Hello):
+            self._check_number(client, body)
+        return client
+
+    def _check_number(self, client: KeyHolder, hello: m.Hello) -> None:
+        limits = client.limits
+        if limits.sessions == limits.namespaces == math.inf:
+            return
+        place = hello.namespace, hello.rank  # a session with the same one will be replaced
+        others = [
+            one
+            for one in self._hellos()
+            if (one.namespace, one.rank) != place and self._owner_of(one) == client.public
+        ]
+        if len(others) >= limits.sessions:
+            raise self._refuse(
+                "sessions",
+                f"client {client.name!r} has {len(others)} sessions, and may have {limits.sessions:g}",
+            )
+        names = {one.namespace for one in others}
+        if hello.namespace not in names and len(names) >= limits.namespaces:
+            raise self._refuse(
+                "namespaces",
+                f"client {client.name!r} takes part in {len(names)} namespaces, and may in {limits.namespaces:g}",
+            )
+
+    def client_of(self, peer: bytes) -> KeyHolder | None:
+        """Return whose routing id this is, if it has been used for more than the status."""
+        return self._clients().get(self._keys.get(peer, "").encode())
+
+    def memory_of(self, namespace: str, claimed: Callable[[], Mapping[str, int]]) -> ClientMemory | None:
+        """Return the memory of the client that was the first to join a namespace; None without a limit.
+
+        Args:
+            claimed: Returns how many bytes each namespace has claimed.
+        """
+        if all(one.limits.memory == math.inf for one in self._clients().values()):
+            return None
+        owners: dict[str, bytes] = {}
+        for hello in self._hellos():
+            owners.setdefault(hello.namespace, self._owner_of(hello))
+        client = self._clients().get(owners.get(namespace, b""))
+        if client is None or client.limits.memory == math.inf:
+            return None
+        used = sum(nbytes for name, nbytes in claimed().items() if owners.get(name) == client.public)
+        return ClientMemory(client.name, int(client.limits.memory), used)
+
+    def _owner_of(self, hello: m.Hello) -> bytes:
+        return next((self._keys[one].encode() for one in hello.sockets if one in self._keys), b"")
 
     def _refuse(self, reason: str, text: str) -> AccessDeniedError:
         self.refused[reason] += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvstore_server.errors import ConfigurationError
 
@@ -16,6 +17,14 @@ _log = logging.getLogger(__name__)
 
 _MUCH = 1 << 20
 """Claims from this size are compared with available memory; finding that out takes longer than a small claim."""
+
+
+class ClientMemory(NamedTuple):
+    """What the tables of one client take, in bytes, and what they may take."""
+
+    client: str
+    limit: int
+    used: int
 
 
 class Budget:
@@ -33,11 +42,20 @@ class Budget:
         self.shared = 0
         """Bytes of memory shared with workers, without exported weights."""
         self.available = available
+        self.client_memory: Callable[[str], ClientMemory | None] = lambda _: None
+        """Returns the memory of the client whose namespace has this name; None: it has no limit of its own."""
         self._limit = limit
         self._server = server
 
-    def check(self, nbytes: int, what: str) -> None:
-        """Raise ConfigurationError if there is not enough left."""
+    def check(self, nbytes: int, what: str, namespace: str = "") -> None:
+        """Raise ConfigurationError if there is not enough left, for all or for the client whose namespace it is."""
+        own = self.client_memory(namespace) if namespace else None
+        if own is not None and own.used + nbytes > own.limit:
+            raise ConfigurationError(
+                f"{what} needs about {nbytes} bytes on server {self._server}, where client {own.client!r} has "
+                f"{own.limit - own.used} left of the {own.limit} that its key allows (limits in clients.json); raise "
+                "that limit, use more servers, or end other jobs of this client"
+            )
         if self._limit and self.used + nbytes > self._limit:
             raise ConfigurationError(
                 f"{what} needs about {nbytes} bytes on server {self._server}, which has {self._limit - self.used} left "
@@ -45,9 +63,9 @@ class Budget:
                 "memory there"
             )
 
-    def claim(self, nbytes: int, what: str) -> None:
+    def claim(self, nbytes: int, what: str, namespace: str = "") -> None:
         """Claim memory. Raises like `check`."""
-        self.check(nbytes, what)
+        self.check(nbytes, what, namespace)
         # Not refused: pages are allocated as they are written, other processes may end until then, and swap and the
         # file cache do not count as available.
         self.used += nbytes

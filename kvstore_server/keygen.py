@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.keys import (
     CLIENTS,
+    LIMITS,
     SERVER_PUBLIC,
     SERVER_SECRET,
     KeyHolder,
     Role,
     make_keys,
+    make_limits,
+    parse_date,
     rotate_server_key,
 )
 
@@ -49,6 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="make a key for this client; may be repeated; by default worker, observer and admin",
     )
     parser.add_argument(
+        "--limit",
+        dest="limits",
+        action="append",
+        default=[],
+        metavar="WHAT=NUMBER",
+        help="let each of the clients that are made now use no more than this of a server; may be repeated; WHAT is "
+        f"{', '.join(LIMITS[:-1])} or {LIMITS[-1]}",
+    )
+    parser.add_argument(
+        "--expires",
+        type=_parse_day,
+        metavar="YYYY-MM-DD",
+        help="the first day, in UTC, on which the keys that are made now are not known any more",
+    )
+    parser.add_argument(
         "--rotate",
         action="store_true",
         help=f"replace the server's key in two steps: the first call adds the next public key to {SERVER_PUBLIC}, "
@@ -66,7 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 else f"{directory / SERVER_SECRET} has the next key; start the servers again, one after the other"
             )
             return 0
-        made = make_keys(directory, options.clients or list(map(_parse_client, _DEFAULT)))
+        try:
+            limits = make_limits({name: float(number) for name, _, number in map(_split, options.limits)})
+        except ValueError as error:
+            parser.error(f"--limit: {error}")
+        clients = options.clients or list(map(_parse_client, _DEFAULT))
+        made = make_keys(directory, [replace(one, limits=limits, expires=options.expires) for one in clients])
     except ConfigurationError as error:
         print(f"kvstore-server keygen: {error}", file=sys.stderr)
         return 1
@@ -85,6 +110,17 @@ def _parse_client(text: str) -> KeyHolder:
             f"{text!r:.80} is not NAME[:ROLE[:NAMESPACES[:RANKS]]], with worker, observer or admin as ROLE and ranks "
             "like 0-3,7"
         ) from None
+
+
+def _parse_day(text: str) -> date:
+    try:
+        return parse_date(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _split(limit: str) -> tuple[str, str, str]:
+    return limit.partition("=")
 
 
 def _parse_ranks(text: str) -> range:

@@ -5,7 +5,8 @@ A directory of keys has these files, of which a process needs some:
     server.secret   the server's key pair                                          hosts of servers
     server.public   the public keys by which clients know it: one, or two while
                     it is replaced                                                 all
-    clients.json    name, public key, role, namespaces and ranks of each client    hosts of servers
+    clients.json    name, public key, role, namespaces, ranks, limits and expiry of
+                    each client                                                    hosts of servers
     NAME.secret     the key pair of a client                                       hosts where it runs
     dashboard.token what browsers must know to see the page of a job               the host of the page
 
@@ -22,14 +23,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date, datetime, timezone
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -54,6 +57,8 @@ MAX_CLIENTS = 10_000
 _MAX_FILE = 4 << 20
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_FIELDS = "name", "public", "role", "namespaces", "ranks", "limits", "expires"
+"""What `clients.json` may say of a client."""
 _PREFERRED = "worker", "admin", "observer"
 """Of several clients' keys, the first of these that is there is used."""
 
@@ -77,12 +82,40 @@ class KeyPair(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ClientLimits:
+    """How much of one server a client may use; infinity: there is no limit.
+
+    Args:
+        connections: At a time. A worker has two for each process, or more.
+        sessions: At a time; one for each worker process and store.
+        namespaces: In which it has sessions, at a time.
+        memory: Bytes of the tables in namespaces that it was the first to join, and of its messages that wait.
+        requests: Messages a second.
+        bytes: Bytes of messages and replies a second.
+        time: Seconds a second in which the server handles its messages; a share, 0.5 for example.
+    """
+
+    connections: float = math.inf
+    sessions: float = math.inf
+    namespaces: float = math.inf
+    memory: float = math.inf
+    requests: float = math.inf
+    bytes: float = math.inf
+    time: float = math.inf
+
+
+LIMITS = tuple(ClientLimits.__dataclass_fields__)
+NO_LIMITS = ClientLimits()
+
+
+@dataclass(frozen=True)
 class KeyHolder:
     """A client of a server.
 
     Args:
         namespaces: Patterns, as of `fnmatch`, of the jobs that a worker may take part in.
         ranks: The ranks that it may have; None: any.
+        expires: The first day, in UTC, on which it is not known any more; None: it stays.
     """
 
     name: str
@@ -90,6 +123,8 @@ class KeyHolder:
     role: Role
     namespaces: tuple[str, ...] = ("*",)
     ranks: frozenset[int] | None = None
+    limits: ClientLimits = NO_LIMITS
+    expires: date | None = None
 
     def may_join(self, namespace: str) -> bool:
         job = namespace.partition("/")[0]
@@ -213,8 +248,8 @@ def read_clients(directory: Path) -> dict[bytes, KeyHolder]:
 
 
 def _client_of(listed: Any) -> KeyHolder:
-    if not isinstance(listed, dict) or set(listed) - {"name", "public", "role", "namespaces", "ranks"}:
-        raise ValueError(f"{listed!r:.80} is not an object with name, public, role, namespaces and ranks")
+    if not isinstance(listed, dict) or set(listed) - set(_FIELDS):
+        raise ValueError(f"{listed!r:.80} is not an object of {', '.join(_FIELDS)}")
     name, public, role = (listed.get(key, "") for key in ("name", "public", "role"))
     if not all(isinstance(one, str) for one in (name, public, role)) or not _KEY.fullmatch(public):
         raise ValueError(f"client {name!r:.70} has no public key of 40 characters")
@@ -227,9 +262,43 @@ def _client_of(listed: Any) -> KeyHolder:
         raise ValueError(f"{name!r:.70} is no name")
     if role not in [one.value for one in Role]:
         raise ValueError(f"the role of {name!r} is {role!r:.40}, and not worker, observer or admin")
+    limits = listed.get("limits", {})
+    if not isinstance(limits, dict):
+        raise ValueError(f"the limits of {name!r} are not an object")
+    allowed = None if ranks is None else frozenset(ranks)
+    expires = listed.get("expires")
     return KeyHolder(
-        name, public.encode(), Role(role), tuple(patterns), None if ranks is None else frozenset(ranks)
+        name,
+        public.encode(),
+        Role(role),
+        tuple(patterns),
+        allowed,
+        make_limits(limits),
+        None if expires is None else parse_date(expires),
     )
+
+
+def parse_date(text: object) -> date:
+    """Return the day that a text like 2027-03-01 names. Raises ValueError."""
+    if not isinstance(text, str) or re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text) is None:
+        raise ValueError(f"{text!r:.40} is not a day like 2027-03-01")
+    return date.fromisoformat(text)
+
+
+def today() -> date:
+    """Return the present day in UTC."""
+    return datetime.now(timezone.utc).date()
+
+
+def make_limits(values: Mapping[str, object]) -> ClientLimits:
+    """Return limits, of which each is a positive number. Raises ValueError."""
+    for name, value in values.items():
+        if name not in LIMITS:
+            raise ValueError(f"{name!r:.40} is no limit; there are {', '.join(LIMITS)}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
+            raise ValueError(f"the limit {name} is {value!r:.40}, and not a positive number")
+    return ClientLimits(**values)  # type: ignore[arg-type]
 
 
 def _check_folder(directory: str) -> Path:
@@ -284,6 +353,7 @@ def _read(path: Path, is_secret: bool) -> str:
 
 def _read_pair(path: Path) -> KeyPair:
     words = _read(path, is_secret=True).split()
+    expires = words.pop() if len(words) == 3 else None
     if len(words) != 2 or not all(map(_KEY.fullmatch, words)):
         raise ConfigurationError(
             f"{path} does not have a public and a secret key; make keys again with kvstore-server keygen"
@@ -291,6 +361,15 @@ def _read_pair(path: Path) -> KeyPair:
     pair = KeyPair(*[word.encode() for word in words])
     import zmq
 
+    try:
+        is_over = expires is not None and parse_date(expires) <= today()
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: {error}; copy the file again, or make new keys") from None
+    if is_over:
+        raise ConfigurationError(
+            f"the key in {path} has expired on {expires}; get a new one: where {CLIENTS} is, remove this client from "
+            "it, remove its file, and call kvstore-server keygen again"
+        )
     with suppress(zmq.ZMQError, ValueError):
         if zmq.curve_public(pair.secret) == pair.public:
             return pair
@@ -363,8 +442,8 @@ def make_keys(directory: Path, clients: Iterable[KeyHolder]) -> list[str]:
         listed = list(known.values())
         for one in new:
             pair = make_pair()
-            _write(directory / f"{one.name}.secret", _text_of(pair))
-            listed.append(KeyHolder(one.name, pair.public, one.role, one.namespaces, one.ranks))
+            _write(directory / f"{one.name}.secret", _text_of(pair, one.expires))
+            listed.append(replace(one, public=pair.public))
         if new or not known:
             _write(directory / CLIENTS, json.dumps(list(map(_as_json, listed)), indent=1) + "\n", 0o644)
     except OSError as error:
@@ -413,11 +492,18 @@ def _as_json(client: KeyHolder) -> dict[str, Any]:
         "role": client.role.value,
         "namespaces": list(client.namespaces),
     }
-    return listed if client.ranks is None else {**listed, "ranks": sorted(client.ranks)}
+    if client.ranks is not None:
+        listed["ranks"] = sorted(client.ranks)
+    if client.limits != NO_LIMITS:
+        listed["limits"] = {name: value for name, value in asdict(client.limits).items() if value < math.inf}
+    if client.expires is not None:
+        listed["expires"] = client.expires.isoformat()
+    return listed
 
 
-def _text_of(pair: KeyPair) -> str:
-    return f"{pair.public.decode()}\n{pair.secret.decode()}\n"
+def _text_of(pair: KeyPair, expires: date | None = None) -> str:
+    last = "" if expires is None else f"{expires.isoformat()}\n"
+    return f"{pair.public.decode()}\n{pair.secret.decode()}\n{last}"
 
 
 def _write(path: Path, text: str, mode: int = 0o600) -> None:
@@ -439,24 +525,36 @@ def _write(path: Path, text: str, mode: int = 0o600) -> None:
 
 
 class ClientTable:
-    """The clients of a running server; `refresh` reads them again when their file has changed.
+    """The clients of a running server; `refresh` reads them again when their file has changed, or a day begins.
 
     So a key is given or taken away without a restart. A file that cannot be used changes nothing, and is logged.
     """
 
-    def __init__(self, keys: ServerKeys) -> None:
+    def __init__(self, keys: ServerKeys, today: Callable[[], date] = today) -> None:
         """Raises ConfigurationError if the file cannot be used."""
-        self._path = keys.directory / CLIENTS
+        self._path, self._today = keys.directory / CLIENTS, today
         self._stamp = self._read_stamp()
-        self.by_key = keys.clients()
+        self.by_key: dict[bytes, KeyHolder] = {}
+        """Those that have not expired."""
+        self._set(keys.clients())
+
+    def _set(self, listed: dict[bytes, KeyHolder]) -> None:
+        self._listed, self._day = listed, self._today()
+        self.by_key = {
+            key: one for key, one in listed.items() if one.expires is None or self._day < one.expires
+        }
+        for key in listed.keys() - self.by_key.keys():
+            _log.warning("the key of client %r has expired on %s", listed[key].name, listed[key].expires)
 
     def refresh(self) -> None:
         stamp = self._read_stamp()
         if stamp == self._stamp:
+            if self._day != self._today():
+                self._set(self._listed)
             return
         self._stamp = stamp
         try:
-            self.by_key = read_clients(self._path.parent)
+            self._set(read_clients(self._path.parent))
         except ConfigurationError as error:
             _log.error("the clients stay as they were: %s", error)
         else:

@@ -26,7 +26,7 @@ from enum import Enum, auto
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ import zmq
 from torch import Tensor
 
 from kvstore_server.access import AccessControl
+from kvstore_server.client_rates import ClientRates
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.durable.fd_store import SupervisorFdStore, descriptors_from_fd_store, fd_store_address
 from kvstore_server.durable.snapshot_folder import SnapshotFolder
@@ -42,8 +43,8 @@ from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.snapshots import DEFAULT_PERIOD, SnapshotPeriod, Snapshots
-from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
-from kvstore_server.keys import ClientTable, ServerKeys
+from kvstore_server.errors import AccessDeniedError, ConfigurationError, KVStoreError, to_wire
+from kvstore_server.keys import NO_LIMITS, ClientTable, KeyHolder, ServerKeys
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     KEYS_PER_MESSAGE,
@@ -184,7 +185,10 @@ def make_server(
         listener = None
     if stored is not None:
         engine.restore(clock())
-    server = Server(engine, options, leases, clock, listener, engine.name_of)
+    server = Server(engine, options, leases, clock, listener, engine.name_of, engine.hellos)
+    access = server.access
+    if access is not None:
+        engine.budget.client_memory = lambda namespace: access.memory_of(namespace, engine.claimed_memory)
     # 3. From here on everything is logged.
     if durability is not None:
         engine.begin_log(
@@ -237,6 +241,7 @@ class Server:
         leases: Is told which buffers of the service are queued.
         listener: Accepts shared-memory channels of workers on this host.
         name_of: Returns the worker that has a routing id, for the debug log.
+        hellos: Returns what the open sessions have begun with, the oldest first.
 
     Raises:
         ConfigurationError: The address is in use, or does not belong to this machine; the keys cannot be used, or would
@@ -251,6 +256,7 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         listener: ChannelListener | None = None,
         name_of: Callable[[bytes], Peer] = lambda _: Peer(),
+        hellos: Callable[[], Iterable[m.Hello]] = tuple,
     ) -> None:
         # 1. What is served, and to whom.
         self.service = service
@@ -296,10 +302,11 @@ class Server:
         self._clients: ClientTable | None = None
         self._access: AccessControl | None = None
         self._admission: Admission | None = None
+        self._rates = ClientRates[_Waiting]()
         if options.keys is not None:
             clients = self._clients = ClientTable(options.keys)
-            self._access = AccessControl(lambda: clients.by_key)
-            self._admission = Admission(self._context, lambda: clients.by_key)
+            self._access = AccessControl(lambda: clients.by_key, hellos)
+            self._admission = Admission(self._context, lambda: clients.by_key, self._limits, clock)
             self._poller.register(self._admission.socket, zmq.POLLIN)
             secure_server_socket(self._socket, options.keys.pair)
         if listener is not None:
@@ -331,6 +338,11 @@ class Server:
         """The address on which the server listens, with the actual port."""
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
+    @property
+    def access(self) -> AccessControl | None:
+        """What checks each message; None if clients have no keys."""
+        return self._access
+
     def request_stop(self) -> None:
         """Ask the server to drain and return from `run`; may be called from a signal handler."""
         self.is_stop_requested = True
@@ -355,7 +367,7 @@ class Server:
                 if is_drained or self._clock() >= self._drain_until:
                     break
             # 2. Receive. If replies are queued, poll only briefly before trying them again.
-            idle = min(TICK, self._limits.interval)
+            idle = min(TICK, self._limits.interval, self._rates.next_due(self._clock()))
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else idle
             self._budget = _PORTION
             is_drained = True
@@ -369,6 +381,7 @@ class Server:
                     self._admission.receive()
                 elif self._listener is not None:
                     self._listener.receive(self._answer)
+            self._handle_waiting()
             # 3. If this turn took very long, the workers' messages have not been read yet: do not call them silent.
             now = self._clock()
             if now - looked > SUSPENDED_AFTER or (
@@ -458,9 +471,9 @@ class Server:
                     if self._access is not None:
                         key = str(frame.get("User-Id"))
                     message = self._long or self._frames[1:]
-                    size, fd = _nbytes_of_message(message), frame.get(zmq.SRCFD)
+                    size, fd = _nbytes_of_message(message), _descriptor_of(frame)
                     is_valid = self._answer(peer, message, False, key)
-                    self._limits.heard(fd, size, is_valid and self._name_of(peer) != _NOBODY)
+                    self._limits.heard(fd, size, is_valid and self._name_of(peer) != _NOBODY, key)
                     self._frames, self._long = [], None
                     break
                 if len(self._frames) == 1:
@@ -479,14 +492,19 @@ class Server:
             Whether it was a message that its sender may send.
         """
         nbytes = _nbytes_of_message(message)
-        number = 0
+        number, holder = 0, None
         try:
             request = m.Request(
                 *(message.decode() if isinstance(message, LongMessage) else decode_frames(message))
             )
             number = request.number
             if self._access is not None:
-                self._access.check(peer, key, request.body)
+                holder = self._access.check(peer, key, request.body)
+                if holder.limits is not NO_LIMITS:
+                    waiting = _Waiting(peer, request, nbytes, is_shared)
+                    if self._holds_back(waiting, holder):
+                        return True
+                    del waiting
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
             self._refused += nbytes
@@ -494,25 +512,56 @@ class Server:
             return False
         if isinstance(message, list):
             message.clear()
-        body = request.body
         if self._debug_log is not None:
-            self._debug_log.message("received", self._name_of(peer), request.number, body)
+            self._debug_log.message("received", self._name_of(peer), number, request.body)
+        replies = self._handle(peer, request, nbytes, is_shared, holder)
+        # Drop the reference first, so that a reply over the channel already returns the message's memory to the
+        # worker.
+        del request
+        if replies:
+            self._send_all(replies)
+        return True
+
+    def _handle(
+        self, peer: bytes, request: m.Request, nbytes: int, is_shared: bool, holder: KeyHolder | None
+    ) -> list[m.Outgoing]:
+        """Let the service answer a message, at the expense of the client whose it is."""
+        body = request.body
         if is_shared and isinstance(body, m.Contribute) and body.encoding not in (b"", PACKED_ROWS):
             # The sender could still change its memory. What a codec reads must stay as it was checked, so it is
             # copied; of rows only the ids matter, which are copied when they are read.
             own = tuple(payload.clone() for payload in body.payloads)
             request = request._replace(body=replace(body, payloads=own))
-        replies = self.service.handle(peer, request, self._clock())
+        began = self._clock()
+        replies = self.service.handle(peer, request, began)
+        if holder is not None and holder.limits is not NO_LIMITS and not isinstance(body, m.Heartbeat):
+            now = self._clock()
+            self._rates.charge(holder, now, 1, nbytes, now - began)
         if any([isinstance(one.reply.body, m.Failed) for one in replies]):
             self._refused += nbytes
         if isinstance(body, m.GetStatus):
             replies = [self._with_own_facts(one) for one in replies]
-        # Drop the references first, so that a reply over the channel already returns the message's memory to the
-        # worker.
-        del request, body
-        if replies:
+        return replies
+
+    def _holds_back(self, waiting: _Waiting, holder: KeyHolder) -> bool:
+        """Return whether a message is not handled now because its client has used up its rates."""
+        now = self._clock()
+        if isinstance(waiting.request.body, m.Heartbeat):
+            return self._rates.drops_heartbeat(holder, now)
+        return self._rates.holds_back(holder, waiting, waiting.nbytes, now)
+
+    def _handle_waiting(self) -> None:
+        """Handle the messages that have waited long enough."""
+        for peer, request, nbytes, is_shared in self._rates.due(self._clock()):
+            replies: list[m.Outgoing]
+            try:
+                holder = None if self._access is None else self._access.check(peer, "", request.body)
+            except AccessDeniedError as error:  # it was removed meanwhile
+                replies = [m.Outgoing(peer, m.Reply(request.number, m.Failed(*to_wire(error))))]
+            else:
+                replies = self._handle(peer, request, nbytes, is_shared, holder)
+            del request
             self._send_all(replies)
-        return True
 
     def _with_own_facts(self, out: m.Outgoing) -> m.Outgoing:
         if not isinstance(out.reply.body, m.Status):
@@ -524,6 +573,7 @@ class Server:
             "cpu_seconds": time.process_time(),
             "is_authenticated": self._access is not None,
             "refused": self._num_refused(),
+            "delayed": self._rates.num_delayed,
         }
         return out._replace(reply=m.Reply(out.reply.number, m.Status({**out.reply.body.values, **own})))
 
@@ -557,13 +607,18 @@ class Server:
             waiting = self._backlog.get(out.peer)
             if waiting is not None and waiting.has_state and isinstance(out.reply.body, m.SliceState):
                 continue  # a worker that still needs this copy asks again
-            if waiting is not None and waiting.nbytes > self._options.max_backlog:
+            if waiting is not None and waiting.nbytes > self._most_queued(out.peer):
                 _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
                 self._drop_backlog(out.peer)
             elif waiting is not None:
                 out = m.Outgoing(out.peer, waiting.without_coming(out.reply))
             found.append(out)
         return found
+
+    def _most_queued(self, peer: bytes) -> float:
+        holder = None if self._access is None else self._access.client_of(peer)
+        most = self._options.max_backlog
+        return most if holder is None else min(most, holder.limits.memory)
 
     def _portion(self, peer: bytes) -> int:
         channel = self._channels.get(peer)
@@ -601,10 +656,18 @@ class Server:
                 raise
             self._listener.drop(peer)  # the worker closed it; it may have others
             return _Sent.LATER
-        self._budget -= _reply_size(reply)
+        size = _reply_size(reply)
+        self._budget -= size
+        if self._access is not None:
+            self._charge_reply(self._access, peer, size)
         if self._debug_log is not None:
             self._debug_log.message("sent", self._name_of(peer), reply.number, body)
         return _Sent.NOW
+
+    def _charge_reply(self, access: AccessControl, peer: bytes, size: int) -> None:
+        holder = access.client_of(peer)
+        if holder is not None and holder.limits is not NO_LIMITS:
+            self._rates.charge(holder, self._clock(), nbytes=size)
 
     def _hand_over(self, peer: bytes, frames: Sequence[Frame], payloads: Sequence[Tensor]) -> None:
         """Pass a message to the socket. A long payload is copied once for all workers that get it in a row."""
@@ -661,6 +724,24 @@ class Server:
 
 def _nbytes_of_message(message: Sequence[Frame] | LongMessage) -> int:
     return message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
+
+
+def _descriptor_of(frame: zmq.Frame) -> int:
+    """Return the descriptor of the connection over which a frame came; -1 if ZeroMQ does not know it.
+
+    It does not for peers that speak a version of ZMTP before 3.0.
+    """
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+class _Waiting(NamedTuple):
+    peer: bytes
+    request: m.Request
+    nbytes: int
+    is_shared: bool
 
 
 class _Sent(Enum):

@@ -277,6 +277,14 @@ class Engine:
         session = self._sessions.of_socket(peer)
         return Peer() if session is None else Peer(f"worker:{session.hello.rank}", session.hello.namespace)
 
+    def hellos(self) -> list[m.Hello]:
+        """Return what the open sessions have begun with, the oldest first."""
+        return [session.hello for session in self._sessions]
+
+    def claimed_memory(self) -> dict[str, int]:
+        """Return how many bytes each namespace has claimed."""
+        return {name: space.claimed for name, space in self.namespaces.items()}
+
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         """Handle one request of `peer` at time `now` (seconds, monotonic).
 

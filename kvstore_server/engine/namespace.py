@@ -250,7 +250,7 @@ class Namespace:
         """Rank → the table that it is declaring, and the keys received so far."""
         # 3. The memory account.
         self.budget = budget
-        self._claimed = 0
+        self.claimed = 0
         """Bytes claimed from the budget."""
         self._claimed_for_tables = 0
         """Bytes of that for the tables and their optimizer state."""
@@ -450,7 +450,7 @@ class Namespace:
         # A repeated message rewrites what it brought before; one beyond a gap is ignored.
         if register.first <= len(specs):
             total = max(register.total, len(register.specs))
-            self.budget.check(KEY * total, f"declaring {total} keys of table {register.table!r}")
+            self.budget.check(KEY * total, f"declaring {total} keys of table {register.table!r}", self.name)
             specs[register.first :] = [TensorSpec(*spec) for spec in register.specs]
         if register.first <= len(specs) and len(specs) >= register.total:
             return specs
@@ -472,18 +472,17 @@ class Namespace:
                 f"table {table!r} has {size} bytes, server {self.config.server} accepts tables of up to "
                 f"{self.config.max_table_bytes} bytes (--max-table-bytes)"
             )
-        self.budget.check(
-            size // self.config.num_servers, f"table {table!r}, of {size} bytes on all servers,"
-        )
+        what = f"table {table!r}, of {size} bytes on all servers,"
+        self.budget.check(size // self.config.num_servers, what, self.name)
 
     def claim(self, nbytes: int, what: str) -> None:
         """Claim memory until the namespace ends. Raises ConfigurationError if there is not enough."""
-        self.budget.claim(nbytes, what)
-        self._claimed += nbytes
+        self.budget.claim(nbytes, what, self.name)
+        self.claimed += nbytes
 
     def _release(self, nbytes: int) -> None:
         self.budget.release(nbytes)
-        self._claimed -= nbytes
+        self.claimed -= nbytes
 
     def _resize_claim(self, former: int, needed: int, what: str) -> None:
         """Claim what is needed beyond the `former` bytes, or release the rest. Raises like `claim`."""
@@ -505,8 +504,8 @@ class Namespace:
         self.claim(self.least_memory, f"namespace {self.name!r}")
 
     def end(self) -> None:
-        self.budget.release(self._claimed)
-        self._claimed = 0
+        self.budget.release(self.claimed)
+        self.claimed = 0
 
     def table(self, number: int) -> Table:
         """Return the table with that number. Raises ProtocolError if it does not exist."""
@@ -1075,7 +1074,7 @@ class Namespace:
             "bytes_in": sum([table.bytes_in for table in self.tables]),
             "bytes_out": sum([table.bytes_out for table in self.tables]),
             "messages_in": self.messages_in,
-            "memory": self._claimed,
+            "memory": self.claimed,
             "workers": workers_of(
                 self.membership,
                 self.rounds.shared.lateness,

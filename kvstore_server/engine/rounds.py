@@ -764,7 +764,7 @@ class RoundTracker:
 
     def was_applied(self, table: int, round_: int) -> bool:
         """Return whether a past round was applied and not undone."""
-        return round_ < min(self.number(table), int(self._failed[table]))
+        return 0 <= round_ < min(self.number(table), int(self._failed[table]))
 
     def first_failed(self, tables: Ints) -> Ints:
         """Return for some tables the first failed round since the last applied one."""

@@ -24,6 +24,7 @@ import resource
 import socket
 import stat
 import struct
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -63,6 +64,8 @@ class _Connection:
     num_read: int = 0
     """Bytes of the messages that it has brought."""
     has_session: bool = False
+    key: str = ""
+    """With which it has been made, once a message has come over it."""
 
 
 class ConnectionLimits:
@@ -79,8 +82,11 @@ class ConnectionLimits:
         """By descriptor. Those of other sockets are in `_others`."""
         self._others: dict[int, int] = {}
         """Descriptor of anything else → its inode."""
-        self._heard: dict[tuple[int, int], tuple[int, bool]] = {}
-        """(descriptor, inode) → bytes of messages since the last look, and whether their sender has a session."""
+        self._heard: dict[tuple[int, int], tuple[int, bool, str]] = {}
+        """(descriptor, inode) → bytes of messages since the last look, whether their sender has a session, and its
+        key."""
+        self._admitted: dict[str, deque[float]] = {}
+        """Key → when connections were let in with it over which nothing has come yet."""
         self._next_check = 0.0
         self._most = min(MAX_WITHOUT_SESSION, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._resident = 0
@@ -90,14 +96,34 @@ class ConnectionLimits:
         self.num_ended = 0
         """How many connections were ended."""
 
-    def heard(self, fd: int, nbytes: int, has_session: bool) -> None:
-        """Count a message that came over a connection."""
+    def admitted(self, key: str, now: float) -> None:
+        """Note that a connection is let in with a key."""
+        self._admitted.setdefault(key, deque()).append(now)
+
+    def num_connections(self, key: str, now: float) -> int:
+        """Return how many connections there are with a key."""
+        waiting = self._admitted.get(key, deque())
+        while waiting and now - waiting[0] > HELLO_TIME:
+            waiting.popleft()  # it is closed by now, since it has been silent
+        if not waiting:
+            self._admitted.pop(key, None)
+        known = {(fd, one.inode) for fd, one in self._connections.items() if one.key == key}
+        heard = {where for where, (_, _, sender) in self._heard.items() if sender == key}
+        return len(waiting) + len(known | heard)
+
+    def heard(self, fd: int, nbytes: int, has_session: bool, sender: str = "") -> None:
+        """Count a message that came over a connection, from a client with the public key `sender`."""
         try:
             key = fd, os.fstat(fd).st_ino
         except OSError:
             return  # it is closed by now
-        before, _ = self._heard.get(key, (0, False))
-        self._heard[key] = before + nbytes, has_session
+        if key not in self._heard:
+            known = self._connections.get(fd)
+            is_first = known is None or known.inode != key[1] or not known.key
+            if is_first and self._admitted.get(sender):
+                self._admitted[sender].popleft()
+        before = self._heard.get(key, (0,))[0]
+        self._heard[key] = before + nbytes, has_session, sender
 
     def accepted(self) -> None:
         """Look at once: there is a new connection."""
@@ -184,11 +210,12 @@ class ConnectionLimits:
             connections[fd] = known
         # Only now, so that nothing is forgotten if there is no descriptor to look with.
         self._connections, self._others = connections, others
-        for (fd, inode), (nbytes, has_session) in self._heard.items():
+        for (fd, inode), (nbytes, has_session, sender) in self._heard.items():
             one = connections.get(fd)
             if one is not None and one.inode == inode:
                 one.num_read += nbytes
                 one.heard_at, one.has_session = now, has_session
+                one.key = sender
         self._heard = {}
 
     def _is_ours(self, fd: int, found: os.stat_result) -> bool:

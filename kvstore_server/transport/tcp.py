@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.keys import ClientKeys, KeyHolder, KeyPair, make_pair
 from kvstore_server.protocol.messages import SECRET_BYTES
+from kvstore_server.transport.connections import ConnectionLimits
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ _ZAP = "inproc://zeromq.zap.01"
 """Where libzmq asks about new connections (rfc.zeromq.org/spec/27)."""
 _ZAP_FRAMES = 7
 _DOMAIN = b"kvstore"
-_ACCEPTED, _REFUSED = b"200", b"400"
+_ACCEPTED, _LATER, _REFUSED = b"200", b"300", b"400"
 _SELF_TEST_TIME = 10.0
 _OUTCOMES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -130,10 +131,17 @@ class Admission:
 
     Args:
         clients: Returns the present clients by public key.
+        connections: Knows how many connections each of them has.
     """
 
-    def __init__(self, context: Any, clients: Callable[[], Mapping[bytes, KeyHolder]]) -> None:
-        self._clients = clients
+    def __init__(
+        self,
+        context: Any,
+        clients: Callable[[], Mapping[bytes, KeyHolder]],
+        connections: ConnectionLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._clients, self._connections, self._clock = clients, connections, clock
         self.num_refused = 0
         self.tested = b""
         """The key with which the server itself tries whether it is refused."""
@@ -150,8 +158,20 @@ class Admission:
                 return
             version, number, *rest = [*frames, b"", b""][: max(2, len(frames))]
             known = self._key_of(rest) if len(frames) == _ZAP_FRAMES and version == b"1.0" else b""
-            status = _ACCEPTED if known else _REFUSED
+            status = _REFUSED if not known else _ACCEPTED if self._is_within(known) else _LATER
             self.socket.send_multipart([b"1.0", number, status, b"", known, b""])
+
+    def _is_within(self, public: bytes) -> bool:
+        """Return whether a client may have one more connection. If not, libzmq closes it, and it connects again."""
+        client, key, now = self._clients()[public], public.decode(), self._clock()
+        if self._connections.num_connections(key, now) >= client.limits.connections:
+            self.num_refused += 1
+            _log.warning(
+                "refused a connection of client %r, which may have %g", client.name, client.limits.connections
+            )
+            return False
+        self._connections.admitted(key, now)
+        return True
 
     def _key_of(self, question: list[bytes]) -> bytes:
         """Return the public key of the client that asks; empty if it is not known, which is counted and logged.

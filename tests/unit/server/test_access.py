@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_server.access import ADMIN_ACTIONS, ALLOWED, AccessControl
 from kvstore_server.errors import AccessDeniedError
-from kvstore_server.keys import KeyHolder, Role
+from kvstore_server.keys import ClientLimits, KeyHolder, Role
 from kvstore_server.protocol import messages as m
 from tests.support.access_table import rows
 
@@ -112,6 +112,61 @@ def test_a_client_that_is_removed_is_refused_from_the_next_message_on() -> None:
     del clients[b"worker"]
     with pytest.raises(AccessDeniedError):
         access.check(b"peer", "worker", message(m.Contribute))
+
+
+class Sessions:
+    """Sessions of clients with limits; what they have said hello with, and claimed."""
+
+    def __init__(self, **limits: float) -> None:
+        names = {name: KeyHolder(name, name.encode(), Role.WORKER) for name in ("alice", "bob")}
+        names["alice"] = dataclasses.replace(names["alice"], limits=ClientLimits(**limits))
+        self.hellos: list[Any] = []
+        self.access = AccessControl(lambda: {one.public: one for one in names.values()}, lambda: self.hellos)
+
+    def join(self, key: str, namespace: str, rank: int = 0) -> bool:
+        body = message(m.Hello, namespace=namespace, rank=rank, sockets=(f"{key}{namespace}{rank}".encode(),))
+        try:
+            self.access.check(body.sockets[0], key, body)
+        except AccessDeniedError:
+            return False
+        self.hellos.append(body)
+        return True
+
+
+def test_a_client_has_no_more_sessions_than_its_key_allows() -> None:
+    sessions = Sessions(sessions=2)
+    assert [sessions.join("alice", "a", rank) for rank in range(3)] == [True, True, False]
+    assert sessions.join("alice", "a", 1)  # takes the place of the one before
+    assert all(sessions.join("bob", "b", rank) for rank in range(5))
+    del sessions.hellos[0]
+    assert sessions.access.refused == {"sessions": 1}
+    assert not sessions.join("alice", "a", 3)
+    sessions.hellos.clear()
+    assert sessions.join("alice", "a", 3)
+
+
+def test_a_client_takes_part_in_no_more_namespaces_than_its_key_allows() -> None:
+    sessions = Sessions(namespaces=2)
+    assert [sessions.join("alice", name) for name in ("a", "b", "c", "a")] == [True, True, False, True]
+    assert sessions.join("alice", "a", 1)
+    assert sessions.join("bob", "c")
+    assert not sessions.join("alice", "c", 1)
+    assert sessions.access.refused == {"namespaces": 2}
+
+
+def test_the_memory_of_a_namespace_is_that_of_the_client_that_came_first() -> None:
+    sessions = Sessions(memory=1000)
+    claimed = {"a": 300, "b": 500, "c": 900}
+    for key, name, rank in [
+        ("alice", "a", 0),
+        ("bob", "a", 1),
+        ("bob", "b", 0),
+        ("alice", "b", 1),
+        ("alice", "c", 0),
+    ]:
+        assert sessions.join(key, name, rank)
+    found = {name: sessions.access.memory_of(name, lambda: claimed) for name in ("a", "b", "c", "d")}
+    assert found == {"a": ("alice", 1000, 1200), "b": None, "c": ("alice", 1000, 1200), "d": None}
 
 
 def test_the_page_has_the_table() -> None:

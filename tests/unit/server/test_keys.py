@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ from kvstore_server.keys import (
     CLIENTS,
     KEY_NAME,
     KEYS,
+    LIMITS,
     SERVER_PUBLIC,
     SERVER_SECRET,
+    ClientLimits,
     ClientTable,
     KeyHolder,
     Role,
@@ -31,6 +34,7 @@ from kvstore_server.keys import (
     read_clients,
     read_server_keys,
     rotate_server_key,
+    today,
 )
 
 WORKER, ADMIN = KeyHolder("worker", b"", Role.WORKER), KeyHolder("admin", b"", Role.ADMIN)
@@ -74,6 +78,15 @@ def test_keys_that_are_there_stay_and_new_clients_are_added(made: Path) -> None:
         False,
         False,
     ]
+
+
+def test_limits_are_kept_with_a_client(made: Path) -> None:
+    limited = KeyHolder("alice", b"", Role.WORKER, limits=ClientLimits(sessions=4, time=0.5))
+    make_keys(made, [limited])
+    make_keys(made, [KeyHolder("bob", b"", Role.WORKER)])
+    found = {one.name: one.limits for one in read_clients(made).values()}
+    assert found.pop("alice") == limited.limits
+    assert found == dict.fromkeys(["worker", "admin", "bob"], ClientLimits())
 
 
 @pytest.mark.parametrize("name", ["", "server", "../a", ".a", "a b", "a" * 65, "é"])
@@ -130,7 +143,9 @@ GOOD = {"name": "a", "public": "0" * 40, "role": "worker"}
     "listed",
     [{}, [1], [{}], [{**GOOD, "role": "king"}], [{**GOOD, "public": "0" * 39}], [{**GOOD, "more": 1}], [GOOD, GOOD],
      [{**GOOD, "ranks": [True]}], [{**GOOD, "ranks": "0-3"}], [{**GOOD, "namespaces": "*"}], [{**GOOD, "name": "../a"}],
-     [{**GOOD, "name": 3}], [{**GOOD, "role": None}]],
+     [{**GOOD, "name": 3}], [{**GOOD, "role": None}], [{**GOOD, "limits": 5}], [{**GOOD, "limits": {"speed": 5}}],
+     [{**GOOD, "limits": {"bytes": 0}}], [{**GOOD, "limits": {"bytes": True}}], [{**GOOD, "limits": {"bytes": "5"}}],
+     [{**GOOD, "limits": {"bytes": 1e999}}], [{**GOOD, "expires": 5}], [{**GOOD, "expires": "2027-02-30"}]],
 )  # fmt: skip
 def test_a_list_of_clients_that_is_none_is_refused(made: Path, listed: object) -> None:
     (made / CLIENTS).write_text(json.dumps(listed))
@@ -219,6 +234,50 @@ def test_keygen_refuses_a_client_that_is_none(client: str, tmp_path: Path) -> No
     assert not (tmp_path / "keys").exists()
 
 
+def test_keygen_limits_the_clients_that_it_makes(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    assert keygen.main([str(folder)]) == 0
+    assert (
+        keygen.main([str(folder), "--client", "bob", "--limit", "memory=1e9", "--limit", "sessions=3"]) == 0
+    )
+    found = {one.name: one.limits for one in read_clients(folder).values()}
+    assert found["bob"] == ClientLimits(memory=1e9, sessions=3)
+    assert found["worker"] == ClientLimits()
+
+
+@pytest.mark.parametrize(
+    "limit", ["", "speed=3", "memory", "memory=", "memory=0", "memory=-1", "memory=inf", "time=x"]
+)
+def test_keygen_refuses_a_limit_that_is_none(limit: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        keygen.main([str(tmp_path / "keys"), "--limit", limit])
+    assert caught.value.code == 2
+    assert not (tmp_path / "keys").exists()
+
+
+def test_an_expired_key_is_refused_by_name_and_servers_forget_it(made: Path) -> None:
+    yesterday, tomorrow = today() - timedelta(days=1), today() + timedelta(days=1)
+    for name, day in [("old", yesterday), ("now", today()), ("new", tomorrow)]:
+        assert keygen.main([str(made), "--client", name, "--expires", day.isoformat()]) == 0
+    for name in ("old", "now"):
+        with pytest.raises(ConfigurationError, match=rf"{name}\.secret.*keygen"):
+            read_client_keys(str(made), name)
+    assert read_client_keys(str(made), "new").name == "new"
+    days = [today()]
+    table = ClientTable(read_server_keys(str(made)), lambda: days[-1])
+    assert {one.name for one in table.by_key.values()} == {"worker", "admin", "new"}
+    days.append(tomorrow)
+    table.refresh()
+    assert {one.name for one in table.by_key.values()} == {"worker", "admin"}
+
+
+@pytest.mark.parametrize("day", ["", "tomorrow", "2027-13-01", "20270301", "2027-W01-1"])
+def test_keygen_refuses_a_day_that_is_none(day: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        keygen.main([str(tmp_path / "keys"), "--expires", day])
+    assert caught.value.code == 2
+
+
 # Whatever a file has, it is keys or a ConfigurationError, and nothing is executed or runs out of memory.
 
 JSON_VALUES = st.recursive(
@@ -234,6 +293,8 @@ CLIENT_VALUES = st.fixed_dictionaries(
         "role": st.sampled_from(["worker", "observer", "admin"]) | JSON_VALUES,
         "namespaces": st.lists(st.text(max_size=10)) | JSON_VALUES,
         "ranks": st.lists(st.integers()) | JSON_VALUES,
+        "limits": st.dictionaries(st.sampled_from(LIMITS), st.floats() | st.integers()) | JSON_VALUES,
+        "expires": st.dates().map(str) | JSON_VALUES,
         "more": JSON_VALUES,
     },
 )

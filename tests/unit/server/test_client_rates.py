@@ -1,0 +1,126 @@
+"""Rates of clients: who has used up what its key allows waits, and nobody else does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvstore_server import client_rates
+from kvstore_server.client_rates import ClientRates
+from kvstore_server.errors import AccessDeniedError
+from kvstore_server.keys import ClientLimits, KeyHolder, Role
+
+
+def client(name: str = "alice", **limits: float) -> KeyHolder:
+    return KeyHolder(name, name.encode(), Role.WORKER, limits=ClientLimits(**limits))
+
+
+class Clients:
+    """Sends messages named by numbers, and notes when each is handled."""
+
+    def __init__(self) -> None:
+        self.rates = ClientRates[int]()
+        self.handled: list[tuple[int, float]] = []
+
+    def send(self, holder: KeyHolder, number: int, now: float, nbytes: int = 0, time: float = 0.0) -> None:
+        if not self.rates.holds_back(holder, number, nbytes, now):
+            self.handle(holder, number, now, nbytes, time)
+
+    def handle(self, holder: KeyHolder, number: int, now: float, nbytes: int, time: float) -> None:
+        self.rates.charge(holder, now, 1, nbytes, time)
+        self.handled.append((number, now))
+
+    def let_pass(self, holder: KeyHolder, until: float, nbytes: int = 0, time: float = 0.0) -> None:
+        now = 0.0
+        while (wait := self.rates.next_due(now)) < math.inf and now + wait <= until:
+            now += wait
+            for number in self.rates.due(now):
+                self.handle(holder, number, now, nbytes, time)
+
+
+def test_messages_beyond_the_rate_are_handled_later_and_in_order() -> None:
+    clients, alice = Clients(), client(requests=10)
+    for number in range(40):
+        clients.send(alice, number, 0.0)
+    assert len(clients.handled) == 11  # what a second allows, and the one that overdraws it
+    clients.let_pass(alice, math.inf)
+    assert [number for number, _ in clients.handled] == list(range(40))
+    assert clients.handled[-1][1] == pytest.approx(2.9)
+    assert clients.rates.num_delayed == 29
+    assert clients.rates.next_due(3.0) == math.inf
+
+
+def test_bytes_are_counted_so_that_a_large_message_is_followed_by_a_pause() -> None:
+    clients, alice = Clients(), client(bytes=1000)
+    for number in range(3):
+        clients.send(alice, number, 0.0, nbytes=5000)
+    clients.let_pass(alice, math.inf, nbytes=5000)
+    assert [now for _, now in clients.handled] == pytest.approx([0.0, 4.0, 9.0])
+
+
+def test_what_takes_the_servers_time_is_followed_by_a_pause() -> None:
+    clients, alice = Clients(), client(time=0.25)
+    for number in range(3):
+        clients.send(alice, number, 0.0, time=1.0)
+    clients.let_pass(alice, math.inf, time=1.0)
+    assert [now for _, now in clients.handled] == pytest.approx([0.0, 3.0, 7.0])
+
+
+def test_replies_count_as_well() -> None:
+    rates, alice = ClientRates[int](), client(bytes=100)
+    assert not rates.holds_back(alice, 0, 0, 0.0)
+    rates.charge(alice, 0.0, nbytes=300)
+    assert rates.holds_back(alice, 1, 0, 0.0)
+    assert rates.next_due(0.0) == pytest.approx(2.0)
+
+
+def test_others_do_not_wait_for_a_greedy_client() -> None:
+    clients = Clients()
+    for number in range(100):
+        clients.send(client(requests=1), number, 0.0)
+    for number in (1000, 1001):
+        clients.send(client("bob", requests=5), number, 0.0)
+        clients.send(client("carol"), number + 10, 0.0)
+    assert [number for number, _ in clients.handled if number >= 1000] == [1000, 1010, 1001, 1011]
+
+
+def test_what_was_not_used_is_not_saved_for_longer_than_a_second() -> None:
+    clients, alice = Clients(), client(requests=10)
+    clients.send(alice, 0, 0.0)
+    for number in range(1, 40):
+        clients.send(alice, number, 100.0)
+    assert len(clients.handled) == 12
+
+
+def test_heartbeats_do_not_wait_but_a_flood_of_them_is_dropped() -> None:
+    rates, alice = ClientRates[int](), client(requests=10)
+    while not rates.holds_back(alice, 0, 0, 0.0):
+        rates.charge(alice, 0.0, 1)
+    assert not rates.drops_heartbeat(alice, 0.0)
+    assert sum(rates.drops_heartbeat(alice, 0.0) for _ in range(100)) == 91
+    assert not rates.drops_heartbeat(alice, 1.0)
+    assert not any(rates.drops_heartbeat(client("bob", bytes=1), 0.0) for _ in range(100))
+
+
+def test_what_waits_of_a_client_is_bounded_by_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients, alice = Clients(), client(bytes=10, memory=100_000)
+    clients.send(alice, 0, 0.0, nbytes=50)
+    for number in (1, 2):
+        clients.send(alice, number, 0.0, nbytes=40_000)
+    with pytest.raises(AccessDeniedError):
+        clients.send(alice, 3, 0.0, nbytes=40_000)
+    monkeypatch.setattr(client_rates, "MAX_WAITING", 50_000)
+    with pytest.raises(AccessDeniedError):
+        clients.send(client(bytes=10), 4, 0.0, nbytes=10)
+    assert [number for number, _ in clients.handled] == [0]
+
+
+def test_limits_may_change_while_messages_wait() -> None:
+    clients = Clients()
+    for number in range(3):
+        clients.send(client(requests=0.1), number, 0.0)
+    assert len(clients.handled) == 1
+    clients.send(client(requests=100), 3, 1.0)
+    clients.let_pass(client(requests=100), 1.0)
+    assert [number for number, _ in clients.handled] == [0, 1, 2, 3]
