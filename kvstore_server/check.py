@@ -5,6 +5,7 @@ A bool is not a number. NumPy's numbers and integers are numbers and integers.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import ipaddress
 import math
@@ -16,6 +17,19 @@ from typing import Any, TypeGuard, TypeVar
 from kvstore_server.errors import ConfigurationError, did_you_mean
 
 _Choice = TypeVar("_Choice")
+
+
+class RemovedFlag(argparse.Action):
+    """Refuses a flag that an earlier version had; `const` says what to do instead."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: object,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(f"{option_string} is gone: {self.const}")
 
 
 def is_number(value: object) -> TypeGuard[float]:

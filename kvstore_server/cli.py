@@ -133,6 +133,11 @@ def build_server_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "and change all weights; for networks that you trust only [KVSTORE_ALLOW_UNAUTHENTICATED_BIND=1]",
     )  # fmt: skip
     add(
+        "--allow-public-bind", action=check.RemovedFlag, nargs=0,
+        const="make keys (kvstore-server keygen DIR) and give --keys DIR, or use --allow-unauthenticated-bind on a "
+        "network that you trust", help=argparse.SUPPRESS,
+    )  # fmt: skip
+    add(
         "--ready-fd", type=int,
         help="write the address and a newline to this file descriptor once the server listens, then close it; for "
         "programs that start servers, so it has no variable in the environment",

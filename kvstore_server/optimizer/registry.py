@@ -123,7 +123,11 @@ def create_optimizer_from_spec(spec: Mapping[str, Any]) -> Optimizer:
         ConfigurationError: The description is malformed or has a bad value.
     """
     name, hyper = spec.get("name"), spec.get("hyper")
-    if not isinstance(name, str) or not isinstance(hyper, Mapping) or not all(isinstance(key, str) for key in hyper):
+    if (
+        not isinstance(name, str)
+        or not isinstance(hyper, Mapping)
+        or not all(isinstance(key, str) for key in hyper)
+    ):
         raise ConfigurationError(
             f"an optimizer's description needs a name and its numbers, got {dict(spec)!r}"
         )

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore_server import __version__
-from kvstore_server.check import is_loopback, rounds_or_seconds
+from kvstore_server.check import RemovedFlag, is_loopback, rounds_or_seconds
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.keys import KEYS, OFF
 from kvstore_server.supervisor import DURABILITIES, DURABILITY
@@ -369,6 +369,11 @@ def _make_parser() -> argparse.ArgumentParser:
         default=os.environ.get("KVSTORE_ALLOW_UNAUTHENTICATED_BIND", "") == "1",
         help="with --keys off: let servers listen on addresses that other hosts can reach, although everybody there "
         "can then read and change all weights; for networks that you trust only [KVSTORE_ALLOW_UNAUTHENTICATED_BIND=1]",
+    )  # fmt: skip
+    add(
+        "--allow-public-bind", action=RemovedFlag, nargs=0,
+        const="kvlaunch makes keys for the job, with which servers may listen anywhere; with --keys off use "
+        "--allow-unauthenticated-bind on a network that you trust", help=argparse.SUPPRESS,
     )  # fmt: skip
     add = parser.add_argument_group("who may use the servers").add_argument
     add(

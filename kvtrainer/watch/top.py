@@ -29,7 +29,7 @@ from importlib import resources
 from typing import Any
 
 from kvstore_server import __version__
-from kvstore_server.check import is_loopback
+from kvstore_server.check import RemovedFlag, is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.keys import KEYS, OFF, TOKEN, ClientKeys, read_token
 from kvstore_server.probe import probe_servers, read_probe_keys
@@ -293,6 +293,11 @@ def _make_top_parser() -> argparse.ArgumentParser:
         default=os.environ.get("KVSTORE_ALLOW_UNAUTHENTICATED_BIND", "") == "1",
         help="let --http listen on an address that other hosts can reach, which shows them the job "
         "[KVSTORE_ALLOW_UNAUTHENTICATED_BIND=1]",
+    )  # fmt: skip
+    add(
+        "--allow-public-bind", action=RemovedFlag, nargs=0,
+        const="set KVSTORE_KEYS=DIR, so that the page asks for a token, or give --allow-unauthenticated-bind",
+        help=argparse.SUPPRESS,
     )  # fmt: skip
     add(
         "--interval",

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,6 +18,8 @@ from kvstore_server.cli import build_server_parser, main
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.processes import Process, Processes, ProcessState, describe_exit
+from kvtrainer.jobs import kvlaunch
+from kvtrainer.watch import top
 from tests.support.processes import eventually
 
 
@@ -72,6 +74,20 @@ def test_a_wrong_flag_ends_with_code_2_and_says_why(
         main(flags)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "program", [main, kvlaunch.main, top.main], ids=["kvstore-server", "kvlaunch", "kvtop"]
+)
+def test_the_flag_of_earlier_versions_names_the_present_ones(
+    program: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program(["--allow-public-bind"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "--allow-unauthenticated-bind" in told
+    assert "keys" in told.lower()
 
 
 def test_a_wrong_variable_is_a_usage_error_too(
