@@ -77,7 +77,7 @@ TICK = 0.1
 """Seconds between checks of deadlines."""
 SUSPENDED_AFTER = 1.0
 """If a turn of the loop takes longer than this (seconds), the server itself was stopped or very busy."""
-TURN = 0.05
+TURN = 0.005
 """Seconds after which a turn receives no more messages; a single message does not take much longer."""
 _BURST = 1024
 """Frames of one message that are received between two checks of the clock."""
@@ -761,13 +761,15 @@ class ReplyBacklog:
     _coming: set[tuple[int, int, int]] = field(default_factory=set)
     """(request number, slot, version) of queued weights."""
     _frames: list[Any] | None = None
+    _num_states: int = 0
 
     @property
     def has_state(self) -> bool:
-        return any(isinstance(reply.body, m.SliceState) for reply in self.replies)
+        return self._num_states > 0
 
     def append(self, reply: m.Reply) -> None:
         self.replies.append(reply)
+        self._num_states += isinstance(reply.body, m.SliceState)
         self.nbytes += _reply_size(reply)
         self._coming.update(_reply_keys(reply))
 
@@ -788,6 +790,7 @@ class ReplyBacklog:
 
     def popleft(self) -> m.Reply:
         reply, self._frames = self.replies.popleft(), None
+        self._num_states -= isinstance(reply.body, m.SliceState)
         self.nbytes -= _reply_size(reply)
         self._coming.difference_update(_reply_keys(reply))
         return reply

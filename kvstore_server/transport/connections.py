@@ -126,8 +126,11 @@ class ConnectionLimits:
         self._heard[key] = before + nbytes, has_session, sender
 
     def accepted(self) -> None:
-        """Look at once: there is a new connection."""
-        self._next_check = self.interval = 0.0
+        """There is a new connection: look at once, unless nothing is read from it before its key is known."""
+        if self._has_keys:
+            self.interval = min(self.interval, _INTERVAL)
+        else:
+            self._next_check = self.interval = 0.0
 
     def excuse(self, now: float) -> None:
         """Begin the time of silence again, because it was this process that did not look."""
@@ -177,8 +180,9 @@ class ConnectionLimits:
             worst = max(unread, key=lambda fd: unread[fd])
             self._end(worst, f"has sent {unread[worst]} bytes of short frames that are no whole message")
         # 3. When to look again.
-        is_alert = max(unread.values(), default=0) > _SUSPICIOUS or any(
-            now - one.accepted_at < _NEW for one in unknown.values()
+        is_alert = not self._has_keys and (
+            max(unread.values(), default=0) > _SUSPICIOUS
+            or any(now - one.accepted_at < _NEW for one in unknown.values())
         )
         interval = _INTERVAL + _INTERVAL_PER_FD * (len(self._connections) + len(self._others))
         interval *= _ALERT if is_alert else 1.0

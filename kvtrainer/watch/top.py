@@ -371,7 +371,10 @@ class Page:
 
             def do_GET(self, has_body: bool = True) -> None:
                 status, kind, body = page.answer(
-                    self.path, self.headers.get("Host", ""), self.headers.get("Authorization", "")
+                    self.path,
+                    self.headers.get("Host", ""),
+                    self.headers.get("Authorization", ""),
+                    self.headers.get("Origin", ""),
                 )
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
@@ -429,8 +432,12 @@ class Page:
             self._server.shutdown()
             self._server.server_close()
 
-    def answer(self, path: str, host: str, authorization: str = "") -> tuple[int, str, bytes]:
-        """Return status, content type and body for a request."""
+    def answer(
+        self, path: str, host: str, authorization: str = "", origin: str = ""
+    ) -> tuple[int, str, bytes]:
+        """Return status, content type and body for a request; the others are its headers."""
+        if origin and origin not in (f"http://{host}", f"https://{host}"):
+            return 403, _TEXT, b"pages of other sites may not ask\n"
         if not _may_ask_page(host, self._host):
             return (
                 403,

@@ -99,6 +99,21 @@ def test_a_request_under_the_name_of_another_host_is_refused(page: Page) -> None
     assert refused.value.code == 403
 
 
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:81", "https://localhost:80.evil"]
+)
+def test_a_request_from_a_page_of_another_site_is_refused(page: Page, origin: str) -> None:
+    assert page.answer("/view.json", "localhost:80", origin=origin)[0] == 403
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fetch(f"{page.url}view.json", Origin=origin)
+    refused.value.close()
+    assert refused.value.code == 403
+
+
+def test_the_page_itself_may_ask(page: Page) -> None:
+    assert page.answer("/view.json", "localhost:80", origin="http://localhost:80")[0] == 200
+
+
 @pytest.mark.parametrize("host", ["localhost:80", "127.0.0.1", "[::1]:9", "10.1.2.3:80"])
 def test_a_request_under_an_address_is_answered(page: Page, host: str) -> None:
     assert page.answer("/view.json?x", host)[0] == 200
