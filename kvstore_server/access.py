@@ -61,14 +61,18 @@ class AccessControl:
     Args:
         clients: Returns the present clients by public key; called for each message.
         hellos: Returns what the open sessions have begun with, the oldest first.
+        namespaces: Returns the namespaces that exist, and the bytes that each of them has claimed.
     """
 
     def __init__(
         self,
         clients: Callable[[], Mapping[bytes, KeyHolder]],
         hellos: Callable[[], Iterable[m.Hello]] = tuple,
+        namespaces: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._clients, self._hellos = clients, hellos
+        self._clients, self._hellos, self._namespaces = clients, hellos, namespaces
+        self._owners: dict[str, bytes] = {}
+        """Namespace → the public key of the client that was the first to join it."""
         self._keys: OrderedDict[bytes, str] = OrderedDict()
         """Routing id → the public key of the client that has it, once it has asked for more than the status."""
         self.refused = Counter[str]()
@@ -122,14 +126,19 @@ class AccessControl:
                 )
         # 4. Has it too many already?
         if isinstance(body, m.Hello):
-            self._check_number(client, body)
+            self._note_hello(client, body)
         return client
 
-    def _check_number(self, client: KeyHolder, hello: m.Hello) -> None:
-        limits = client.limits
-        if limits.sessions == limits.namespaces == math.inf:
-            return
-        place = hello.namespace, hello.rank  # a session with the same one will be replaced
+    def _note_hello(self, client: KeyHolder, hello: m.Hello) -> None:
+        """Refuse one session or namespace too many, and note who was the first in a namespace."""
+        owners = self._find_owners()
+        if min(client.limits.sessions, client.limits.namespaces) < math.inf:
+            self._check_number(client, hello, owners)
+        owners.setdefault(hello.namespace, client.public)
+
+    def _check_number(self, client: KeyHolder, hello: m.Hello, owners: Mapping[str, bytes]) -> None:
+        limits, place = client.limits, (hello.namespace, hello.rank)
+        # A session with the same place will be replaced.
         others = [
             one
             for one in self._hellos()
@@ -141,6 +150,7 @@ class AccessControl:
                 f"client {client.name!r} has {len(others)} sessions, and may have {limits.sessions:g}",
             )
         names = {one.namespace for one in others}
+        names.update(name for name, owner in owners.items() if owner == client.public)
         if hello.namespace not in names and len(names) >= limits.namespaces:
             raise self._refuse(
                 "namespaces",
@@ -151,22 +161,34 @@ class AccessControl:
         """Return whose routing id this is, if it has been used for more than the status."""
         return self._clients().get(self._keys.get(peer, "").encode())
 
-    def memory_of(self, namespace: str, claimed: Callable[[], Mapping[str, int]]) -> ClientMemory | None:
-        """Return the memory of the client that was the first to join a namespace; None without a limit.
+    def holder_of(self, peer: bytes, key: str) -> KeyHolder | None:
+        """Return who sends a message, whether it may or not; None if that is not known."""
+        return self._clients().get(key.encode()) if key else self.client_of(peer)
 
-        Args:
-            claimed: Returns how many bytes each namespace has claimed.
-        """
+    def memory_of(self, namespace: str) -> ClientMemory | None:
+        """Return the memory of the client that was the first to join a namespace; None without a limit."""
         if all(one.limits.memory == math.inf for one in self._clients().values()):
             return None
-        owners: dict[str, bytes] = {}
-        for hello in self._hellos():
-            owners.setdefault(hello.namespace, self._owner_of(hello))
+        owners = self._find_owners()
         client = self._clients().get(owners.get(namespace, b""))
         if client is None or client.limits.memory == math.inf:
             return None
-        used = sum(nbytes for name, nbytes in claimed().items() if owners.get(name) == client.public)
+        used = sum(nbytes for name, nbytes in self._namespaces().items() if owners.get(name) == client.public)
         return ClientMemory(client.name, int(client.limits.memory), used)
+
+    def _find_owners(self) -> dict[str, bytes]:
+        """Return the owners of the namespaces that exist.
+
+        After a restart of the server they are not known until a member of each has sent something.
+        """
+        present = self._namespaces()
+        self._owners = {name: key for name, key in self._owners.items() if name in present}
+        if len(self._owners) < len(present):
+            for hello in self._hellos():
+                key = self._owner_of(hello)
+                if key and hello.namespace in present:
+                    self._owners.setdefault(hello.namespace, key)
+        return self._owners
 
     def _owner_of(self, hello: m.Hello) -> bytes:
         return next((self._keys[one].encode() for one in hello.sockets if one in self._keys), b"")

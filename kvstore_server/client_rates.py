@@ -2,8 +2,8 @@
 
 ZeroMQ reads all connections of a socket in turn, and no single one can be left unread. So a message of a client that
 has used up its rates is received, and waits here until it may be handled, behind the client's earlier ones. Other
-clients go on meanwhile. Heartbeats do not wait, since a slow client is not a dead one; those beyond the rate of
-messages are dropped.
+clients go on meanwhile. Heartbeats do not wait, since a slow client is not a dead one; a flood of
+them is dropped.
 
 Each rate is a token bucket that holds what is allowed in `BURST` seconds. A message is handled if no bucket is
 overdrawn, and then overdraws it by what it takes, so the average holds also for messages that are larger than a bucket.
@@ -29,7 +29,9 @@ _log = logging.getLogger(__name__)
 BURST = 1.0
 """Seconds for which a client that was idle may use all at once what its rates allow."""
 MAX_WAITING = 1 << 30
-"""Bytes of messages of one client that may wait, unless it has a limit for its memory."""
+"""Bytes of messages of one client that may wait."""
+_HEARTBEATS = 100.0
+"""Heartbeats a second that a client may send at least; each of its workers sends about one to each server."""
 _MESSAGE_COST = 4096
 """What a waiting message takes beside its own bytes."""
 _LOGGED_EVERY = 60.0
@@ -51,6 +53,9 @@ class _Client(Generic[_Message]):
     num_bytes: int = 0
     """Of the messages that wait."""
     logged_at: float = -math.inf
+    heartbeats: float = 0.0
+    """How many heartbeats are left of what may be sent at once."""
+    heartbeat_at: float = -math.inf
 
     def refill(self, holder: KeyHolder, now: float) -> None:
         """Add what the time since then allows; the limits may have changed meanwhile."""
@@ -79,6 +84,11 @@ class ClientRates(Generic[_Message]):
         self.num_delayed = 0
         """How many messages had to wait."""
 
+    def concerns(self, holder: KeyHolder) -> bool:
+        """Return whether a client has rates, or messages of it wait still."""
+        limits = holder.limits
+        return min(limits.requests, limits.bytes, limits.time) < math.inf or holder.public in self._clients
+
     def holds_back(self, holder: KeyHolder, message: _Message, nbytes: int, now: float) -> bool:
         """Return whether a message has to wait; then it is kept until `due` returns it.
 
@@ -88,11 +98,10 @@ class ClientRates(Generic[_Message]):
         client = self._refilled(holder, now)
         if client is None or (not client.waiting and client.wait_time() <= 0.0):
             return False
-        most = min(holder.limits.memory, MAX_WAITING)
-        if client.num_bytes + nbytes + _MESSAGE_COST > most:
+        if client.num_bytes + nbytes + _MESSAGE_COST > MAX_WAITING:
             raise AccessDeniedError(
                 f"client {holder.name!r} sends more than its key allows: {client.num_bytes} bytes of its messages "
-                f"wait already, and {most:.0f} may; send less at a time, or raise its limits in clients.json"
+                f"wait already, and {MAX_WAITING} may; send less at a time, or raise its limits in clients.json"
             )
         if now - client.logged_at > _LOGGED_EVERY:
             client.logged_at = now
@@ -110,12 +119,21 @@ class ClientRates(Generic[_Message]):
     def drops_heartbeat(self, holder: KeyHolder, now: float) -> bool:
         """Return whether a heartbeat is one of too many, and count it otherwise."""
         client = self._refilled(holder, now)
-        if client is None or "requests" not in client.levels:
+        if client is None:
             return False
-        if client.levels["requests"] < -BURST * holder.limits.requests:
+        rate = max(_HEARTBEATS, holder.limits.requests)
+        passed, client.heartbeat_at = now - client.heartbeat_at, now
+        client.heartbeats = min(rate * BURST, client.heartbeats + rate * passed)
+        if client.heartbeats < 1.0:
             return True
-        client.levels["requests"] -= 1.0
+        client.heartbeats -= 1.0
         return False
+
+    def drops_refused(self, holder: KeyHolder, now: float, nbytes: int, time: float) -> bool:
+        """Charge a message that was refused; return whether its client has sent so many that it gets no answer."""
+        self.charge(holder, now, 1, nbytes, time)
+        client = self._clients.get(holder.public)
+        return client is not None and client.wait_time() > BURST
 
     def charge(
         self, holder: KeyHolder, now: float, requests: int = 0, nbytes: int = 0, time: float = 0.0
@@ -128,13 +146,21 @@ class ClientRates(Generic[_Message]):
                     client.levels[name] -= used
 
     def due(self, now: float) -> Iterator[_Message]:
-        """Yield the messages that may be handled now. Charge each one before the next is taken."""
-        for client in [one for one in self._clients.values() if one.waiting]:
+        """Yield the messages that may be handled now, of all clients in turn.
+
+        Charge each one before the next is taken. The caller may stop at any time.
+        """
+        clients = [one for one in self._clients.values() if one.waiting]
+        for client in clients:
             client.refill(client.holder, now)
-            while client.waiting and client.wait_time() <= 0.0:
-                nbytes, message = client.waiting.popleft()
-                client.num_bytes -= nbytes + _MESSAGE_COST
-                yield message
+        while clients := [one for one in clients if one.waiting and one.wait_time() <= 0.0]:
+            for client in clients:
+                yield self._take(client)
+
+    def _take(self, client: _Client[_Message]) -> _Message:
+        nbytes, message = client.waiting.popleft()
+        client.num_bytes -= nbytes + _MESSAGE_COST
+        return message
 
     def next_due(self, now: float) -> float:
         """Return the seconds until the next message may be handled; infinity if none waits."""
@@ -149,4 +175,7 @@ class ClientRates(Generic[_Message]):
                 return None
             client = self._clients[holder.public] = _Client(holder, now)
         client.refill(holder, now)
+        if not client.levels and not client.waiting:  # its limits were removed
+            del self._clients[holder.public]
+            return None
         return client

@@ -89,7 +89,7 @@ class ClientLimits:
         connections: At a time. A worker has two for each process, or more.
         sessions: At a time; one for each worker process and store.
         namespaces: In which it has sessions, at a time.
-        memory: Bytes of the tables in namespaces that it was the first to join, and of its messages that wait.
+        memory: Bytes of the tables in namespaces that it was the first to join.
         requests: Messages a second.
         bytes: Bytes of messages and replies a second.
         time: Seconds a second in which the server handles its messages; a share, 0.5 for example.
@@ -104,6 +104,8 @@ class ClientLimits:
     time: float = math.inf
 
 
+_MOST = 1 << 62
+"""The largest limit that can be given."""
 LIMITS = tuple(ClientLimits.__dataclass_fields__)
 NO_LIMITS = ClientLimits()
 
@@ -296,7 +298,7 @@ def make_limits(values: Mapping[str, object]) -> ClientLimits:
         if name not in LIMITS:
             raise ValueError(f"{name!r:.40} is no limit; there are {', '.join(LIMITS)}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
+        if not is_number or not 0 < value <= _MOST:  # type: ignore[operator]
             raise ValueError(f"the limit {name} is {value!r:.40}, and not a positive number")
     return ClientLimits(**values)  # type: ignore[arg-type]
 

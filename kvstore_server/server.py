@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
@@ -44,7 +44,7 @@ from kvstore_server.engine.memory import available_memory, return_free_memory
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.snapshots import DEFAULT_PERIOD, SnapshotPeriod, Snapshots
 from kvstore_server.errors import AccessDeniedError, ConfigurationError, KVStoreError, to_wire
-from kvstore_server.keys import NO_LIMITS, ClientTable, KeyHolder, ServerKeys
+from kvstore_server.keys import ClientTable, KeyHolder, ServerKeys
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     KEYS_PER_MESSAGE,
@@ -185,10 +185,12 @@ def make_server(
         listener = None
     if stored is not None:
         engine.restore(clock())
-    server = Server(engine, options, leases, clock, listener, engine.name_of, engine.hellos)
+    server = Server(
+        engine, options, leases, clock, listener, engine.name_of, engine.hellos, engine.claimed_memory
+    )
     access = server.access
     if access is not None:
-        engine.budget.client_memory = lambda namespace: access.memory_of(namespace, engine.claimed_memory)
+        engine.budget.client_memory = access.memory_of
     # 3. From here on everything is logged.
     if durability is not None:
         engine.begin_log(
@@ -242,6 +244,7 @@ class Server:
         listener: Accepts shared-memory channels of workers on this host.
         name_of: Returns the worker that has a routing id, for the debug log.
         hellos: Returns what the open sessions have begun with, the oldest first.
+        namespaces: Returns the namespaces that exist, and the bytes that each of them has claimed.
 
     Raises:
         ConfigurationError: The address is in use, or does not belong to this machine; the keys cannot be used, or would
@@ -257,6 +260,7 @@ class Server:
         listener: ChannelListener | None = None,
         name_of: Callable[[bytes], Peer] = lambda _: Peer(),
         hellos: Callable[[], Iterable[m.Hello]] = tuple,
+        namespaces: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         # 1. What is served, and to whom.
         self.service = service
@@ -305,7 +309,7 @@ class Server:
         self._rates = ClientRates[_Waiting]()
         if options.keys is not None:
             clients = self._clients = ClientTable(options.keys)
-            self._access = AccessControl(lambda: clients.by_key, hellos)
+            self._access = AccessControl(lambda: clients.by_key, hellos, namespaces)
             self._admission = Admission(self._context, lambda: clients.by_key, self._limits, clock)
             self._poller.register(self._admission.socket, zmq.POLLIN)
             secure_server_socket(self._socket, options.keys.pair)
@@ -493,6 +497,7 @@ class Server:
         """
         nbytes = _nbytes_of_message(message)
         number, holder = 0, None
+        began = 0.0 if self._access is None else self._clock()
         try:
             request = m.Request(
                 *(message.decode() if isinstance(message, LongMessage) else decode_frames(message))
@@ -500,14 +505,18 @@ class Server:
             number = request.number
             if self._access is not None:
                 holder = self._access.check(peer, key, request.body)
-                if holder.limits is not NO_LIMITS:
-                    waiting = _Waiting(peer, request, nbytes, is_shared)
+                if self._rates.concerns(holder):
+                    waiting = _Waiting(peer, request, nbytes, is_shared, key)
                     if self._holds_back(waiting, holder):
                         return True
                     del waiting
         except KVStoreError as error:
-            _log.warning("refused a message: %s", error)
             self._refused += nbytes
+            if self._access is not None:
+                sender, now = self._access.holder_of(peer, key), self._clock()
+                if sender is not None and self._rates.drops_refused(sender, now, nbytes, now - began):
+                    return False
+            _log.warning("refused a message: %s", error)
             self._send_all([m.Outgoing(peer, m.Reply(number, m.Failed(*to_wire(error))))])
             return False
         if isinstance(message, list):
@@ -534,7 +543,7 @@ class Server:
             request = request._replace(body=replace(body, payloads=own))
         began = self._clock()
         replies = self.service.handle(peer, request, began)
-        if holder is not None and holder.limits is not NO_LIMITS and not isinstance(body, m.Heartbeat):
+        if holder is not None and not isinstance(body, m.Heartbeat) and self._rates.concerns(holder):
             now = self._clock()
             self._rates.charge(holder, now, 1, nbytes, now - began)
         if any([isinstance(one.reply.body, m.Failed) for one in replies]):
@@ -552,16 +561,19 @@ class Server:
 
     def _handle_waiting(self) -> None:
         """Handle the messages that have waited long enough."""
-        for peer, request, nbytes, is_shared in self._rates.due(self._clock()):
+        now = self._clock()
+        for peer, request, nbytes, is_shared, key in self._rates.due(now):
             replies: list[m.Outgoing]
             try:
-                holder = None if self._access is None else self._access.check(peer, "", request.body)
+                holder = None if self._access is None else self._access.check(peer, key, request.body)
             except AccessDeniedError as error:  # it was removed meanwhile
                 replies = [m.Outgoing(peer, m.Reply(request.number, m.Failed(*to_wire(error))))]
             else:
                 replies = self._handle(peer, request, nbytes, is_shared, holder)
             del request
             self._send_all(replies)
+            if self._clock() - now > TURN:
+                break  # the others have their turn
 
     def _with_own_facts(self, out: m.Outgoing) -> m.Outgoing:
         if not isinstance(out.reply.body, m.Status):
@@ -607,18 +619,13 @@ class Server:
             waiting = self._backlog.get(out.peer)
             if waiting is not None and waiting.has_state and isinstance(out.reply.body, m.SliceState):
                 continue  # a worker that still needs this copy asks again
-            if waiting is not None and waiting.nbytes > self._most_queued(out.peer):
+            if waiting is not None and waiting.nbytes > self._options.max_backlog:
                 _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
                 self._drop_backlog(out.peer)
             elif waiting is not None:
                 out = m.Outgoing(out.peer, waiting.without_coming(out.reply))
             found.append(out)
         return found
-
-    def _most_queued(self, peer: bytes) -> float:
-        holder = None if self._access is None else self._access.client_of(peer)
-        most = self._options.max_backlog
-        return most if holder is None else min(most, holder.limits.memory)
 
     def _portion(self, peer: bytes) -> int:
         channel = self._channels.get(peer)
@@ -666,7 +673,7 @@ class Server:
 
     def _charge_reply(self, access: AccessControl, peer: bytes, size: int) -> None:
         holder = access.client_of(peer)
-        if holder is not None and holder.limits is not NO_LIMITS:
+        if holder is not None and self._rates.concerns(holder):
             self._rates.charge(holder, self._clock(), nbytes=size)
 
     def _hand_over(self, peer: bytes, frames: Sequence[Frame], payloads: Sequence[Tensor]) -> None:
@@ -742,6 +749,7 @@ class _Waiting(NamedTuple):
     request: m.Request
     nbytes: int
     is_shared: bool
+    key: str
 
 
 class _Sent(Enum):

@@ -108,8 +108,8 @@ class ConnectionLimits:
         if not waiting:
             self._admitted.pop(key, None)
         known = {(fd, one.inode) for fd, one in self._connections.items() if one.key == key}
-        heard = {where for where, (_, _, sender) in self._heard.items() if sender == key}
-        return len(waiting) + len(known | heard)
+        known.update(where for where, (_, _, sender) in self._heard.items() if sender == key)
+        return len(waiting) + sum(_is_open(fd, inode) for fd, inode in known)
 
     def heard(self, fd: int, nbytes: int, has_session: bool, sender: str = "") -> None:
         """Count a message that came over a connection, from a client with the public key `sender`."""
@@ -135,7 +135,7 @@ class ConnectionLimits:
     def excuse(self, now: float) -> None:
         """Begin the time of silence again, because it was this process that did not look."""
         for one in self._connections.values():
-            one.heard_at = now
+            one.heard_at = one.accepted_at = now
 
     def close(self) -> None:
         if self._reserve >= 0:
@@ -167,7 +167,9 @@ class ConnectionLimits:
         for fd in by_age[: max(0, len(by_age) - self._most)]:
             self._end(fd, f"is one of {len(unknown)} without a session, and {self._most} are allowed")
         for fd, one in unknown.items():
-            if now - one.heard_at > HELLO_TIME:
+            # With a key it has to send a message: others that it sends, such as pings, keep nothing open.
+            since = one.accepted_at if self._has_keys and not one.key else one.heard_at
+            if now - since > HELLO_TIME:
                 # A worker that still waits for another server is silent, too; its socket connects again.
                 self._end(fd, f"has been silent for {HELLO_TIME:g} s", logging.INFO)
             elif unread[fd] > MAX_UNREAD and not self._has_keys:
@@ -258,6 +260,13 @@ class ConnectionLimits:
                 end.shutdown(socket.SHUT_RDWR)
                 self.num_ended += 1
                 _log.log(level, "ended a connection from %s: it %s", peer, why)
+
+
+def _is_open(fd: int, inode: int) -> bool:
+    try:
+        return os.fstat(fd).st_ino == inode
+    except OSError:
+        return False
 
 
 def _resident_bytes() -> int:

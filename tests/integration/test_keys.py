@@ -31,7 +31,7 @@ from kvstore_server.keys import (
 )
 from kvstore_server.probe import probe_servers, read_probe_keys
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import encode_frames
+from kvstore_server.protocol.frames import decode_frames, encode_frames
 from kvstore_server.transport.connections import HELLO_TIME
 from kvstore_server.transport.tcp import secure_client_socket
 from kvtrainer.errors import AccessDeniedError, ConfigurationError, ConnectTimeoutError
@@ -47,6 +47,7 @@ NAMES = {
     "few": KeyHolder("few", b"", Role.WORKER, limits=ClientLimits(sessions=2, namespaces=1, memory=1 << 20)),
     "slow": KeyHolder("slow", b"", Role.WORKER, limits=ClientLimits(requests=40)),
     "narrow": KeyHolder("narrow", b"", Role.WORKER, limits=ClientLimits(bytes=16 << 20)),
+    "curious": KeyHolder("curious", b"", Role.OBSERVER, limits=ClientLimits(requests=40)),
     "lonely": KeyHolder("lonely", b"", Role.OBSERVER, limits=ClientLimits(connections=1)),
 }
 
@@ -349,6 +350,24 @@ def test_a_client_has_the_connections_that_its_key_allows(two_servers: list[Proc
         assert probe_servers(addresses, 1.0, own)[0] is None
         held.close()
         assert None not in probe_servers(addresses, LIMIT, own)
+
+
+def test_an_observer_beyond_its_rate_is_slowed_and_not_refused(keys: Path) -> None:
+    with Processes() as started, zmq.Context() as context:
+        [server] = started.servers(1, "--keys", str(keys / "server"))
+        peer = context.socket(zmq.DEALER)
+        peer.setsockopt(zmq.LINGER, 0)
+        secure_client_socket(peer, read_client_keys(str(keys / "curious")))
+        peer.connect(server.address)
+        for number in range(60):
+            peer.send_multipart([bytes(one) for one in encode_frames(m.Request(0, 0, number, m.GetStatus()))])
+        answers = []
+        for _ in range(60):
+            assert peer.poll(1000 * LIMIT)
+            answers.append(decode_frames([bytearray(one) for one in peer.recv_multipart()]))
+        peer.close()
+    assert [answer[2] for answer in answers] == list(range(60))
+    assert {type(answer[-1]) for answer in answers} == {m.Status}
 
 
 # The default: a job that kvlaunch or a local cluster starts is closed to other users.

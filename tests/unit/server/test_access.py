@@ -121,7 +121,9 @@ class Sessions:
         names = {name: KeyHolder(name, name.encode(), Role.WORKER) for name in ("alice", "bob")}
         names["alice"] = dataclasses.replace(names["alice"], limits=ClientLimits(**limits))
         self.hellos: list[Any] = []
-        self.access = AccessControl(lambda: {one.public: one for one in names.values()}, lambda: self.hellos)
+        self.claimed: dict[str, int] = {}
+        clients = {one.public: one for one in names.values()}
+        self.access = AccessControl(lambda: clients, lambda: self.hellos, lambda: self.claimed)
 
     def join(self, key: str, namespace: str, rank: int = 0) -> bool:
         body = message(m.Hello, namespace=namespace, rank=rank, sockets=(f"{key}{namespace}{rank}".encode(),))
@@ -130,6 +132,7 @@ class Sessions:
         except AccessDeniedError:
             return False
         self.hellos.append(body)
+        self.claimed.setdefault(namespace, 0)
         return True
 
 
@@ -156,7 +159,6 @@ def test_a_client_takes_part_in_no_more_namespaces_than_its_key_allows() -> None
 
 def test_the_memory_of_a_namespace_is_that_of_the_client_that_came_first() -> None:
     sessions = Sessions(memory=1000)
-    claimed = {"a": 300, "b": 500, "c": 900}
     for key, name, rank in [
         ("alice", "a", 0),
         ("bob", "a", 1),
@@ -165,8 +167,30 @@ def test_the_memory_of_a_namespace_is_that_of_the_client_that_came_first() -> No
         ("alice", "c", 0),
     ]:
         assert sessions.join(key, name, rank)
-    found = {name: sessions.access.memory_of(name, lambda: claimed) for name in ("a", "b", "c", "d")}
+    sessions.claimed = {"a": 300, "b": 500, "c": 900}
+    found = {name: sessions.access.memory_of(name) for name in ("a", "b", "c", "d")}
     assert found == {"a": ("alice", 1000, 1200), "b": None, "c": ("alice", 1000, 1200), "d": None}
+
+
+def test_a_namespace_that_waits_for_its_worker_still_counts() -> None:
+    sessions = Sessions(memory=1000, namespaces=1)
+    assert sessions.join("alice", "a")
+    sessions.hellos.clear()  # it has left, and the namespace has not ended
+    sessions.claimed["a"] = 900
+    assert not sessions.join("alice", "b")
+    assert sessions.access.memory_of("a") == ("alice", 1000, 900)
+    del sessions.claimed["a"]
+    assert sessions.join("alice", "b")
+
+
+def test_who_owns_a_namespace_is_found_again_after_a_restart() -> None:
+    sessions = Sessions(memory=1000)
+    sessions.claimed["a"] = 700
+    sessions.hellos = [message(m.Hello, namespace="a", rank=0, sockets=(b"silent",)),
+                       message(m.Hello, namespace="a", rank=1, sockets=(b"peer",))]  # fmt: skip
+    assert sessions.access.memory_of("a") is None
+    sessions.access.check(b"peer", "alice", message(m.Heartbeat))
+    assert sessions.access.memory_of("a") == ("alice", 1000, 700)
 
 
 def test_the_page_has_the_table() -> None:

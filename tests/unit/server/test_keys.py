@@ -145,7 +145,8 @@ GOOD = {"name": "a", "public": "0" * 40, "role": "worker"}
      [{**GOOD, "ranks": [True]}], [{**GOOD, "ranks": "0-3"}], [{**GOOD, "namespaces": "*"}], [{**GOOD, "name": "../a"}],
      [{**GOOD, "name": 3}], [{**GOOD, "role": None}], [{**GOOD, "limits": 5}], [{**GOOD, "limits": {"speed": 5}}],
      [{**GOOD, "limits": {"bytes": 0}}], [{**GOOD, "limits": {"bytes": True}}], [{**GOOD, "limits": {"bytes": "5"}}],
-     [{**GOOD, "limits": {"bytes": 1e999}}], [{**GOOD, "expires": 5}], [{**GOOD, "expires": "2027-02-30"}]],
+     [{**GOOD, "limits": {"bytes": 1e999}}], [{**GOOD, "limits": {"bytes": 10**400}}],
+     [{**GOOD, "expires": 5}], [{**GOOD, "expires": "2027-02-30"}]],
 )  # fmt: skip
 def test_a_list_of_clients_that_is_none_is_refused(made: Path, listed: object) -> None:
     (made / CLIENTS).write_text(json.dumps(listed))
