@@ -17,6 +17,7 @@ Looking takes a descriptor now and then. One is held in reserve, for the moment 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -24,6 +25,7 @@ import resource
 import socket
 import stat
 import struct
+import termios
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +66,8 @@ class _Connection:
     num_read: int = 0
     """Bytes of the messages that it has brought."""
     has_session: bool = False
+    suspected_at: int = -1
+    """How many bytes were read when too many were unread at the last look; -1: they were not."""
     key: str = ""
     """With which it has been made, once a message has come over it."""
 
@@ -172,7 +176,13 @@ class ConnectionLimits:
             if now - since > HELLO_TIME:
                 # A worker that still waits for another server is silent, too; its socket connects again.
                 self._end(fd, f"has been silent for {HELLO_TIME:g} s", logging.INFO)
-            elif unread[fd] > MAX_UNREAD and not self._has_keys:
+            elif unread[fd] <= MAX_UNREAD or self._has_keys:
+                one.suspected_at = -1
+            elif one.suspected_at < one.num_read:
+                one.suspected_at = (
+                    one.num_read
+                )  # what has come since the last message was read may be a whole one
+            else:
                 self._end(fd, f"has sent {unread[fd]} bytes that are no whole message")
         # 2. Does this process grow more than what they have sent?
         resident = _resident_bytes()
@@ -234,18 +244,22 @@ class ConnectionLimits:
             return bool(end.getsockname()[1] == self.port)
 
     def _note_received(self, fd: int, known: _Connection, now: float) -> int:
-        received = self._num_received(fd)
+        received, queued = self._num_received(fd)
         if received > known.num_received:
             known.num_received, known.heard_at = received, now
-        return received
+        return received - queued
 
-    def _num_received(self, fd: int) -> int:
+    def _num_received(self, fd: int) -> tuple[int, int]:
+        """Return how many bytes have come over a connection, and how many of them the kernel still has."""
         try:
             with socket.socket(fileno=os.dup(fd)) as end:
                 told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                [queued] = struct.unpack("i", fcntl.ioctl(end, termios.FIONREAD, bytes(4)))
         except OSError:
-            return 0
-        return int(struct.unpack_from("Q", told, _RECEIVED_AT)[0]) if len(told) == _TCP_INFO_BYTES else 0
+            return 0, 0
+        if len(told) < _TCP_INFO_BYTES:
+            return 0, 0
+        return int(struct.unpack_from("Q", told, _RECEIVED_AT)[0]), queued
 
     def _end(self, fd: int, why: str, level: int = logging.WARNING) -> None:
         """Shut a connection down; its socket belongs to libzmq, which then closes it and forgets what it has sent."""
