@@ -457,8 +457,9 @@ class Server:
 
         Returns whether all that have come were received.
         """
-        end = self._clock() + TURN
-        while (now := self._clock()) < end:
+        now = self._clock()
+        end = now + TURN
+        while now < end:
             for _ in range(_BURST):
                 try:
                     frame = self._socket.recv(_NOW, copy=False)
@@ -482,6 +483,7 @@ class Server:
                     break
                 if len(self._frames) == 1:
                     self._incoming_since = now
+            now = self._clock()
         return False
 
     def _answer(
