@@ -7,8 +7,8 @@ commands, and saving and loading by hand.
 A key may also limit how many sessions and namespaces its client has at a time, and how much memory; rates are the
 business of `client_rates`.
 
-A routing id belongs to the key that used it first. So whoever learns another client's routing id, and even the token of
-its session, cannot speak for it with a key of his own. Messages through shared memory come from a process that has said
+A routing id belongs to the key that used it first. So a client that learns another one's routing id, and even the token
+of its session, cannot speak for it with its own key. Messages through shared memory come from a process that has said
 hello over a socket, under the same routing id.
 
 Refusals are counted by reason. Pure: no sockets and no clock.
@@ -157,13 +157,9 @@ class AccessControl:
                 f"client {client.name!r} takes part in {len(names)} namespaces, and may in {limits.namespaces:g}",
             )
 
-    def client_of(self, peer: bytes) -> KeyHolder | None:
-        """Return whose routing id this is, if it has been used for more than the status."""
-        return self._clients().get(self._keys.get(peer, "").encode())
-
-    def holder_of(self, peer: bytes, key: str) -> KeyHolder | None:
-        """Return who sends a message, whether it may or not; None if that is not known."""
-        return self._clients().get(key.encode()) if key else self.client_of(peer)
+    def holder_of(self, peer: bytes, key: str = "") -> KeyHolder | None:
+        """Return who has connected with a key, or without one who owns a routing id; None if that is not known."""
+        return self._clients().get((key or self._keys.get(peer, "")).encode())
 
     def memory_of(self, namespace: str) -> ClientMemory | None:
         """Return the memory of the client that was the first to join a namespace; None without a limit."""

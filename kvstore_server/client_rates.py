@@ -2,8 +2,7 @@
 
 ZeroMQ reads all connections of a socket in turn, and no single one can be left unread. So a message of a client that
 has used up its rates is received, and waits here until it may be handled, behind the client's earlier ones. Other
-clients go on meanwhile. Heartbeats do not wait, since a slow client is not a dead one; a flood of
-them is dropped.
+clients go on meanwhile. Heartbeats do not wait, since a slow client is not a dead one; a flood of them is dropped.
 
 Each rate is a token bucket that holds what is allowed in `BURST` seconds. A message is handled if no bucket is
 overdrawn, and then overdraws it by what it takes, so the average holds also for messages that are larger than a bucket.
@@ -81,8 +80,8 @@ class ClientRates(Generic[_Message]):
     def __init__(self) -> None:
         self._clients: dict[bytes, _Client[_Message]] = {}
         """By public key; only clients whose rates are limited."""
-        self.num_delayed = 0
-        """How many messages had to wait."""
+        self.num_waiting = 0
+        """How many messages wait."""
 
     def concerns(self, holder: KeyHolder) -> bool:
         """Return whether a client has rates, or messages of it wait still."""
@@ -113,7 +112,7 @@ class ClientRates(Generic[_Message]):
             )
         client.waiting.append((nbytes, message))
         client.num_bytes += nbytes + _MESSAGE_COST
-        self.num_delayed += 1
+        self.num_waiting += 1
         return True
 
     def drops_heartbeat(self, holder: KeyHolder, now: float) -> bool:
@@ -160,6 +159,7 @@ class ClientRates(Generic[_Message]):
     def _take(self, client: _Client[_Message]) -> _Message:
         nbytes, message = client.waiting.popleft()
         client.num_bytes -= nbytes + _MESSAGE_COST
+        self.num_waiting -= 1
         return message
 
     def next_due(self, now: float) -> float:

@@ -549,6 +549,7 @@ class ClientTable:
             _log.warning("the key of client %r has expired on %s", listed[key].name, listed[key].expires)
 
     def refresh(self) -> None:
+        """Read the file again if it has changed, and leave out who has expired since. Never raises."""
         stamp = self._read_stamp()
         if stamp == self._stamp:
             if self._day != self._today():

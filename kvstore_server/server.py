@@ -371,7 +371,9 @@ class Server:
                 if is_drained or self._clock() >= self._drain_until:
                     break
             # 2. Receive. If replies are queued, poll only briefly before trying them again.
-            idle = min(TICK, self._limits.interval, self._rates.next_due(self._clock()))
+            idle = min(TICK, self._limits.interval)
+            if self._rates.num_waiting:
+                idle = min(idle, self._rates.next_due(self._clock()))
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else idle
             self._budget = _PORTION
             is_drained = True
@@ -385,7 +387,8 @@ class Server:
                     self._admission.receive()
                 elif self._listener is not None:
                     self._listener.receive(self._answer)
-            self._handle_waiting()
+            if self._rates.num_waiting:
+                self._handle_waiting()
             # 3. If this turn took very long, the workers' messages have not been read yet: do not call them silent.
             now = self._clock()
             if now - looked > SUSPENDED_AFTER or (
@@ -587,7 +590,6 @@ class Server:
             "cpu_seconds": time.process_time(),
             "is_authenticated": self._access is not None,
             "refused": self._num_refused(),
-            "delayed": self._rates.num_delayed,
         }
         return out._replace(reply=m.Reply(out.reply.number, m.Status({**out.reply.body.values, **own})))
 
@@ -674,7 +676,7 @@ class Server:
         return _Sent.NOW
 
     def _charge_reply(self, access: AccessControl, peer: bytes, size: int) -> None:
-        holder = access.client_of(peer)
+        holder = access.holder_of(peer)
         if holder is not None and self._rates.concerns(holder):
             self._rates.charge(holder, self._clock(), nbytes=size)
 

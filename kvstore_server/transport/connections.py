@@ -59,6 +59,7 @@ _TCP_INFO_BYTES, _RECEIVED_AT = 136, 128
 class _Connection:
     inode: int
     accepted_at: float
+    """When it was accepted, or when this process has looked again after a pause."""
     heard_at: float
     """When it was accepted, or when something has come over it for the last time."""
     num_received: int = 0
@@ -179,9 +180,8 @@ class ConnectionLimits:
             elif unread[fd] <= MAX_UNREAD or self._has_keys:
                 one.suspected_at = -1
             elif one.suspected_at < one.num_read:
-                one.suspected_at = (
-                    one.num_read
-                )  # what has come since the last message was read may be a whole one
+                # What has come since the last message was read may be a whole one; the next look shows it.
+                one.suspected_at = one.num_read
             else:
                 self._end(fd, f"has sent {unread[fd]} bytes that are no whole message")
         # 2. Does this process grow more than what they have sent?

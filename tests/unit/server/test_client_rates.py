@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -43,28 +44,27 @@ def test_messages_beyond_the_rate_are_handled_later_and_in_order() -> None:
     clients, alice = Clients(), client(requests=10)
     for number in range(40):
         clients.send(alice, number, 0.0)
+    assert clients.rates.num_waiting == 29
     assert len(clients.handled) == 11  # what a second allows, and the one that overdraws it
     clients.let_pass(alice, math.inf)
     assert [number for number, _ in clients.handled] == list(range(40))
     assert clients.handled[-1][1] == pytest.approx(2.9)
-    assert clients.rates.num_delayed == 29
+    assert clients.rates.num_waiting == 0
     assert clients.rates.next_due(3.0) == math.inf
 
 
-def test_bytes_are_counted_so_that_a_large_message_is_followed_by_a_pause() -> None:
-    clients, alice = Clients(), client(bytes=1000)
+@pytest.mark.parametrize(
+    ("limits", "used", "handled"),
+    [({"bytes": 1000}, {"nbytes": 5000}, [0.0, 4.0, 9.0]), ({"time": 0.25}, {"time": 1.0}, [0.0, 3.0, 7.0])],
+)
+def test_what_takes_many_bytes_or_much_time_is_followed_by_a_pause(
+    limits: dict[str, float], used: dict[str, Any], handled: list[float]
+) -> None:
+    clients, alice = Clients(), client(**limits)
     for number in range(3):
-        clients.send(alice, number, 0.0, nbytes=5000)
-    clients.let_pass(alice, math.inf, nbytes=5000)
-    assert [now for _, now in clients.handled] == pytest.approx([0.0, 4.0, 9.0])
-
-
-def test_what_takes_the_servers_time_is_followed_by_a_pause() -> None:
-    clients, alice = Clients(), client(time=0.25)
-    for number in range(3):
-        clients.send(alice, number, 0.0, time=1.0)
-    clients.let_pass(alice, math.inf, time=1.0)
-    assert [now for _, now in clients.handled] == pytest.approx([0.0, 3.0, 7.0])
+        clients.send(alice, number, 0.0, **used)
+    clients.let_pass(alice, math.inf, **used)
+    assert [now for _, now in clients.handled] == pytest.approx(handled)
 
 
 def test_replies_count_as_well() -> None:
