@@ -21,6 +21,9 @@ from kvtrainer.strategy import Strategy
 ROOT = Path(__file__).parents[3]
 BATCH = torch.full((2, 3), 0.25)
 Step = Callable[[nn.Module, kvtrainer.Trainer, Tensor], object]
+needs_newer_compiler = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="earlier compilers read the values of a parameter that they trace"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +184,7 @@ def trained(make: Callable[[nn.Module], Any]) -> list[Tensor]:
     return [model.table.row_sparse_data(torch.arange(6)).detach(), model.scale.detach()]
 
 
+@needs_newer_compiler
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_with_a_row_sparse_parameter_trains_as_a_plain_one(backend: str) -> None:
     compiled, plain = (
@@ -194,7 +198,9 @@ def test_a_compiled_model_with_a_row_sparse_parameter_trains_as_a_plain_one(back
     "export",
     [
         lambda model, ids: torch.export.export(model, (ids,)),
-        lambda model, ids: torch.export.export(model, (ids,), strict=True),
+        pytest.param(
+            lambda model, ids: torch.export.export(model, (ids,), strict=True), marks=needs_newer_compiler
+        ),
         lambda model, ids: torch.jit.trace(model, (ids,)),
     ],
     ids=["export", "strict export", "trace"],
