@@ -8,6 +8,9 @@ Row-sparse keys come last in their arena, each in slices of its own, over which 
 the arena without them. `RowPlaces` and `RowBlock` translate row ids of a key to rows on a server and back. A row group
 is a sequence of keys whose rows have the same width and are adjacent, so that they can be sent like rows of one key.
 
+A hash table is a row-sparse key without a number of rows. Its row numbers are hashes of 64 bits, and each of its slices
+has a range of them; what the slice has in the arena is one unused line or row. `hash_table_spec` makes its spec.
+
 Invariants:
 
 - Slice boundaries depend only on shapes and dtypes, never on the number of servers, so neither do results.
@@ -30,7 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, compress, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +62,29 @@ INTEGERS = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 SIZES = {**ITEM_SIZE, **INTEGERS}
 
 
+HASH_SLICES = 128
+"""A hash table has this many slices: ranges of row numbers, which are hashes, so all have about as many rows."""
+
+
+class HashTableOptions(NamedTuple):
+    """How rows of a hash table come and go. A round that updates the table counts as one step of its clock."""
+
+    seed: int = 0
+    """Of the initial values."""
+    init: str = "normal"
+    """Initial values: "normal", "uniform" or "constant"."""
+    scale: float = 1.0
+    """The standard deviation, the bound, or the constant."""
+    admit_after: int = 1
+    """A row comes with its nth gradient; those before are ignored. A worker gives one a round."""
+    expire_after: int = 0
+    """A row goes that had no gradient for this many rounds; 0: never."""
+    max_rows: int = 0
+    """The table has about that many rows at most: each slice its share, of which a tenth goes when it is full."""
+    evict: str = "lru"
+    """Which go then: "lru", those whose last gradient is the oldest, or "lfu", those that had the fewest."""
+
+
 class TensorSpec(NamedTuple):
     """Name, shape and dtype of one key, and the index of its parameter group."""
 
@@ -68,6 +94,8 @@ class TensorSpec(NamedTuple):
     group: int = 0
     row_sparse: bool = False
     """Whether only the store has the key: workers send and fetch rows of it, and hold no copy."""
+    hash_table: HashTableOptions | None = None
+    """For a row-sparse key without a number of rows; its shape counts unused ones."""
 
     @property
     def numel(self) -> int:
@@ -76,6 +104,39 @@ class TensorSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numel * SIZES[self.dtype]
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """What messages and files have of it: a sixth field only for a hash table."""
+        return tuple(self) if self.hash_table is not None else tuple(self)[:-1]
+
+
+def tensor_spec_from(values: Sequence[Any]) -> TensorSpec:
+    """Return the spec with these `fields`."""
+    key, shape, dtype, group, row_sparse, *options = values
+    return TensorSpec(
+        key, tuple(shape), dtype, group, row_sparse, *[HashTableOptions(*one) for one in options]
+    )
+
+
+def hash_table_spec(
+    key: str, row: tuple[int, ...], dtype: str, options: HashTableOptions, group: int = 0
+) -> TensorSpec:
+    """Return the spec of a hash table whose rows have this shape."""
+    numel = math.prod(row)
+    unused = math.lcm(max(numel, 1), ALIGNMENT // SIZES[dtype]) // max(numel, 1)
+    return TensorSpec(key, (HASH_SLICES * unused, *row), dtype, group, True, options)
+
+
+def slices_of_hashes(rows: Ints) -> Ints:
+    """Return the number of the slice of each row number of a hash table: its highest bits."""
+    return (rows >> (64 - _SLICE_BITS)) + HASH_SLICES // 2
+
+
+_SLICE_BITS = (HASH_SLICES - 1).bit_length()
+_FIRST_HASHES = (np.arange(HASH_SLICES, dtype=np.int64) - HASH_SLICES // 2) << (64 - _SLICE_BITS)
+"""The first row number of each slice of a hash table."""
+_LAST_HASH = np.iinfo(np.int64).max
 
 
 class Segment(NamedTuple):
@@ -172,6 +233,12 @@ class RowBlock(NamedTuple):
     """Slice → its position here."""
     most: int
     """How many rows fit into a message with their ids; at least one."""
+    is_hashed: bool = False
+    """Whether rows have their numbers in a hash table, on every server; `starts` ends with the last one."""
+
+    def counted_from(self, ids: Ints, first: int) -> Ints:
+        """Return rows of the block as numbered in a message that begins with this slice (by position)."""
+        return ids if self.is_hashed else ids - self.starts[first]
 
     def cut(self, ids: Ints) -> Iterator[tuple[int, int, slice]]:
         """Split (ascending) rows of the block into parts that fit into a message or are of one slice.
@@ -180,13 +247,15 @@ class RowBlock(NamedTuple):
         covered.
         """
         last, first, most = len(self.slices), 0, self.most
-        if len(ids) <= most and self.starts[last] <= MAX_ROWS:
+        if len(ids) <= most and (self.is_hashed or self.starts[last] <= MAX_ROWS):
             yield 0, last, slice(None)
             return
-        cuts = np.searchsorted(ids, self.starts)
+        cuts = np.append(np.searchsorted(ids, self.starts[:-1]), len(ids))
         while first < last:
             few = np.searchsorted(cuts, cuts[first] + most, "right")
-            near = np.searchsorted(self.starts, self.starts[first] + MAX_ROWS, "right")
+            near = len(self.starts)
+            if not self.is_hashed:
+                near = np.searchsorted(self.starts, self.starts[first] + MAX_ROWS, "right")
             end = min(max(int(min(few, near)) - 1, first + 1), last)
             yield first, end, slice(int(cuts[first]), int(cuts[end]))
             first = end
@@ -231,8 +300,7 @@ class RowPlaces(NamedTuple):
             [block] = self.blocks.values()
             yield block, slice(None) if order is None else order, places
             return
-        ends = places.searchsorted(self.starts)
-        counts = ends[1:] - ends[:-1]
+        counts = np.diff(places.searchsorted(self.starts[:-1]), append=len(places))
         servers, in_block = self.servers.repeat(counts), places - self.shifts.repeat(counts)
         for block in self.blocks.values():
             [mine] = (servers == block.server).nonzero()
@@ -282,12 +350,12 @@ class _PlanArena:
         if segments:
             self._append(segments, used)
 
-    def add_big(self, key: int, numel: int, row: int) -> int:
-        """Cut a key into slices of its own; return its offset."""
+    def add_big(self, key: int, numel: int, row: int, is_hashed: bool = False) -> int:
+        """Cut a key into slices of its own, as short as possible for a hash table; return its offset."""
         offset = self.end
         # Whole rows in each slice, unless a row is too long for that.
         unit = math.lcm(max(row, 1), self._unit)
-        limit = self.limit - self.limit % unit or unit
+        limit = unit if is_hashed else self.limit - self.limit % unit or unit
         if limit * SIZES[self.dtype] > MAX_SLICE:
             limit = self.limit
         for start in range(0, numel, limit):
@@ -332,8 +400,21 @@ def _place_slices(
         units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
     sizes = [slice_.nbytes for slice_ in slices]
     servers = _assign_servers(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
+    for keys_of_slice, at in _slices_of_hash_tables(keys, specs) if not one_server else ():
+        number = at * num_servers // HASH_SLICES + zlib.crc32(specs[keys[keys_of_slice]].key.encode())
+        servers[keys_of_slice] = number % num_servers
     rows = zip(slices, servers, strict=True)
     return tuple([slice_ if slice_.server == at else replace(slice_, server=at) for slice_, at in rows])
+
+
+def _slices_of_hash_tables(keys: Sequence[int], specs: Sequence[TensorSpec]) -> Iterator[tuple[int, int]]:
+    """Yield (slice, its number in the key) of hash tables, given the key of each slice."""
+    first = 0
+    for key, of_key in itertools.groupby(keys):
+        count = len(list(of_key))
+        if specs[key].hash_table is not None:
+            yield from zip(range(first, first + count), range(count), strict=True)
+        first += count
 
 
 def _assign_servers(
@@ -479,7 +560,11 @@ class Plan:
         Rows of a group travel as those of one key. Its keys are alone in their slices, have rows of one dtype and
         width, and all or none of them are row-sparse. A key whose slices hold no whole rows has no group.
         """
-        takes = [key for key in self.keys_alone if self.takes_rows(key) and row_numel(self.specs[key])]
+        takes = [
+            key
+            for key in self.keys_alone
+            if self.takes_rows(key) and row_numel(self.specs[key]) and self.specs[key].hash_table is None
+        ]
         groups: list[list[int]] = []
         former: tuple[
             object, ...
@@ -516,17 +601,22 @@ def _plan_row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
         np.array([slice_.server for slice_ in pieces], np.int64),
         np.zeros(len(pieces), np.int64),
     )
+    hashed = plan.specs[key].hash_table is not None
+    if hashed:
+        starts = np.append(_FIRST_HASHES, _LAST_HASH)
     # 2. The block of each server: which pieces are there, and how its rows are numbered.
     blocks, position = {}, max(positions, default=0)
-    most = max(MAX_SLICE // (4 + width * SIZES[plan.specs[key].dtype]), 1)
+    most = max(MAX_SLICE // ((8 if hashed else 4) + width * SIZES[plan.specs[key].dtype]), 1)
     takes_rows = plan.takes_rows(key) and row_numel(plan.specs[key])
     for server in sorted(set(servers.tolist())) if takes_rows else ():
         mine = np.flatnonzero(servers == server)
         own = np.append(0, np.cumsum(counts[mine]))
+        if hashed:
+            own = np.append(_FIRST_HASHES[mine], _LAST_HASH)
         shifts[mine] = starts[mine] - own[:-1]
         order = {pieces[at].index: number for number, at in enumerate(mine.tolist())}
         here = tuple([pieces[at] for at in mine.tolist()])
-        blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most)
+        blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most, hashed)
     # 3. The bounds of keys, and their interleaving.
     bounds = list(accumulate([plan.specs[key].numel // width for key in keys[:-1]], initial=0))
     round_robins = tuple([_plan_round_robin(plan, key) for key in keys])
@@ -535,7 +625,7 @@ def _plan_row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
 
 def _plan_round_robin(plan: Plan, key: int) -> RoundRobin:
     """Return how the rows of a key are interleaved: only row-sparse keys of a store that may cut keys are."""
-    if plan.whole_keys or not plan.specs[key].row_sparse:
+    if plan.whole_keys or not plan.specs[key].row_sparse or plan.specs[key].hash_table is not None:
         return RoundRobin(1, 0)
     numels, width = [slice_.used for slice_ in plan.slices_with(key)], max(row_numel(plan.specs[key]), 1)
     return RoundRobin(numels.count(numels[0]), numels[0] // width) if numels else RoundRobin(0, 0)
@@ -557,7 +647,7 @@ def make_plan(
     # 1. The size of slices follows from the size of the table.
     specs = tuple(specs)
     check_specs(specs, num_servers, allow_integers)
-    _, shapes, dtypes, _, are_sparse = zip(*specs, strict=True)
+    _, shapes, dtypes, _, are_sparse, hash_tables = zip(*specs, strict=True)
     numel_of = {shape: math.prod(shape) for shape in set(shapes)}
     numels = list(map(numel_of.__getitem__, shapes))
     total = sum(map(operator.mul, numels, map(SIZES.__getitem__, dtypes)))
@@ -578,7 +668,7 @@ def make_plan(
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         resident_sizes[dtype] = layout.end
         for i in compress(own, map(are_sparse.__getitem__, own)):
-            key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
+            key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]), hash_tables[i] is not None)
         drafts.extend(layout.slices)
         arena_sizes[dtype] = layout.end
     # 3. Assign the slices to servers.
@@ -607,7 +697,7 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, allow_integers: b
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:
         raise ConfigurationError("a plan needs at least one key, got none")
-    keys, shapes, dtypes, _, are_sparse = zip(*specs, strict=True)
+    keys, shapes, dtypes, _, are_sparse, hash_tables = zip(*specs, strict=True)
     if len(set(keys)) < len(keys):
         [(twice, _)] = Counter(keys).most_common(1)
         raise ConfigurationError(f"key {twice!r} appears twice; every key must be named once")
@@ -625,6 +715,9 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, allow_integers: b
                 raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
     for spec in compress(specs, are_sparse):
         _check_planned_rows(spec)
+    for spec, options in zip(specs, hash_tables, strict=True) if any(hash_tables) else ():
+        if options is not None:
+            _check_hash_table(spec, options)
 
 
 def check_name(what: str, name: str) -> None:
@@ -645,8 +738,41 @@ def _check_planned_rows(spec: TensorSpec) -> None:
         )
 
 
+def check_hash_table_options(who: str, options: HashTableOptions) -> None:
+    """Raise ConfigurationError unless all options have a type and a value that they can have."""
+    are_whole = all([type(count) is int and 0 <= count < MAX_ROWS for count in options[3:6]])
+    if not are_whole or options.admit_after < 1 or options.evict not in ("lru", "lfu"):
+        raise ConfigurationError(
+            f"{who} has admit_after={options.admit_after!r}, expire_after={options.expire_after!r}, "
+            f"max_rows={options.max_rows!r} and evict={options.evict!r}; admit_after is 1 or more, the others are 0 or "
+            f"more, all are below {MAX_ROWS}, and evict is 'lru' or 'lfu'"
+        )
+    is_finite = type(options.scale) is float and math.isfinite(options.scale)
+    if (
+        options.init not in ("normal", "uniform", "constant")
+        or not is_finite
+        or type(options.seed) is not int
+    ):
+        raise ConfigurationError(
+            f"{who} begins with init={options.init!r}, scale={options.scale!r} and seed={options.seed!r}; init is "
+            "'normal', 'uniform' or 'constant', scale a finite number, and seed a whole one"
+        )
+
+
+def _check_hash_table(spec: TensorSpec, options: HashTableOptions) -> None:
+    if spec != hash_table_spec(spec.key, spec.shape[1:], spec.dtype, options, spec.group):
+        raise ConfigurationError(
+            f"key {spec.key!r} is a hash table, but its shape {spec.shape} is not that of one"
+        )
+    check_hash_table_options(f"hash table {spec.key!r}", options)
+
+
 def _describe_tensor_spec(spec: TensorSpec | None) -> str:
     if spec is None:
         return "missing"
+    if spec.hash_table is not None:
+        options = ", ".join(f"{name}={value!r}" for name, value in spec.hash_table._asdict().items())
+        row = f"{spec.dtype}{list(spec.shape[1:])}"
+        return f"{spec.key!r} a hash table of rows {row} with {options} in group {spec.group}"
     kind = "row-sparse " if spec.row_sparse else ""
     return f"{spec.key!r} {kind}{spec.dtype}{list(spec.shape)} in group {spec.group}"

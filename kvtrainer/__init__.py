@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         utils,
     )
     from kvtrainer import kvstore as kv
+    from kvtrainer.embedding import Embedding, EmbeddingBag
     from kvtrainer.jobs.cluster import local_cluster
     from kvtrainer.memory.row_sparse import RowSparseParameter
     from kvtrainer.options.paramwise import Rule
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataParallel",
+    "Embedding",
+    "EmbeddingBag",
     "ParamSchedule",
     "RowSparseParameter",
     "Rule",
@@ -70,6 +73,8 @@ __all__ = [
 
 _CLASSES = {
     "DataParallel": "parallel",
+    "Embedding": "embedding",
+    "EmbeddingBag": "embedding",
     "ParamSchedule": "schedules",
     "RowSparseParameter": "memory.row_sparse",
     "Rule": "options.paramwise",

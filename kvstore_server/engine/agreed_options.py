@@ -17,6 +17,7 @@ from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.optimizer.base import Hyper
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
+from kvstore_server.shard.hash_table import check_hash_table
 
 
 class AgreedOptimizer:
@@ -128,7 +129,10 @@ class AgreedOptions:
             for row in {id(row): row for row in rows}.values():
                 optimizer.try_out(row)
             for spec, row in zip(self._plan.specs, rows, strict=True):
-                optimizer.check_key(spec.key, spec.shape, row)
+                if spec.hash_table is None:
+                    optimizer.check_key(spec.key, spec.shape, row)
+                else:
+                    check_hash_table(spec.key, optimizer, row)
             cached = self._cached = (packed, rate, optimizer, rows)
         return cached[3]
 

@@ -33,6 +33,7 @@ from kvstore_server.engine.table import RoundEnd, Table
 from kvstore_server.errors import KVStoreError, RecoveryError, from_wire, to_wire
 from kvstore_server.optimizer.state import Entries, FlatStateEntry
 from kvstore_server.optimizer.trees import decode_tree_entry, encode_tree_entry
+from kvstore_server.plan import tensor_spec_from
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
@@ -124,14 +125,14 @@ def image_client_rows(space: Namespace) -> list[Any]:
 def _image_declaration(space: Namespace, table: Table) -> list[Any]:
     plan = table.plan
     form = b"" if table.deltas is None else pack_control(table.deltas.codec.spec())
-    specs = [list(spec) for spec in plan.specs]
+    specs = [list(spec.fields) for spec in plan.specs]
     return [space.registered_by(table), table.name, specs, plan.whole_keys, plan.one_server, form]
 
 
 def register_of_image(row: Sequence[Any]) -> tuple[int, m.Register]:
     """Return the rank that declared a table, and its message, from a part "declared" of an image."""
     rank, name, specs, whole_keys, one_server, form = row
-    own = tuple((key, tuple(shape), dtype, group, sparse) for key, shape, dtype, group, sparse in specs)
+    own = tuple([tensor_spec_from(spec).fields for spec in specs])
     return rank, m.Register(name, own, whole_keys, one_server=one_server, delta_encoding=form)
 
 

@@ -63,7 +63,16 @@ from kvstore_server.errors import (
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
+from kvstore_server.plan import (
+    SIZES,
+    Plan,
+    TensorSpec,
+    check_name,
+    check_same,
+    check_specs,
+    make_plan,
+    tensor_spec_from,
+)
 from kvstore_server.processes import DEAD_AFTER
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
@@ -451,7 +460,7 @@ class Namespace:
         if register.first <= len(specs):
             total = max(register.total, len(register.specs))
             self.budget.check(KEY * total, f"declaring {total} keys of table {register.table!r}", self.name)
-            specs[register.first :] = [TensorSpec(*spec) for spec in register.specs]
+            specs[register.first :] = list(map(tensor_spec_from, register.specs))
         if register.first <= len(specs) and len(specs) >= register.total:
             return specs
         self.claim(KEY * len(specs), f"declaring {len(specs)} keys of table {register.table!r}")

@@ -127,7 +127,10 @@ def _begin_pipelined_round(space: Namespace, table: Table) -> None:
         return  # the commits will report it
     # 3. It must pay, and be possible: a large table, an elementwise optimizer that cannot raise, memory for a copy.
     is_long = space.rounds.slots.nbytes[table.unit.first : table.unit.end].sum() > MIN_PIPELINED
-    is_simple = optimizer is None or (optimizer.elementwise and not optimizer.may_raise)
+    # Rows of a hash table come and go once a round.
+    is_simple = not space.shard.hash_tables and (
+        optimizer is None or (optimizer.elementwise and not optimizer.may_raise)
+    )
     if is_long and is_simple and _has_room_to_pipeline(space, table, optimizer):
         left = range(table.unit.first, table.unit.end)
         table.pipelined = PipelinedRound(optimizer, hyper, hypers, intents, dict.fromkeys(left, 0))

@@ -14,7 +14,7 @@ import numpy as np
 from kvstore_server.engine.cut import StoredSlice, StoredSpace
 from kvstore_server.engine.image import COUNTERS, register_of_image
 from kvstore_server.errors import RecoveryError
-from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvstore_server.plan import Plan, make_plan, tensor_spec_from
 
 
 class _RegroupedPart(NamedTuple):
@@ -53,7 +53,7 @@ def _regroup_space(parts: Sequence[StoredSpace], server: int, num_servers: int) 
     tables: list[tuple[Plan, list[_RegroupedPart]]] = []
     for found in by_table.values():
         _, register = register_of_image(found[0].space.image["declared"][found[0].number])
-        specs, one_server = [TensorSpec(*one) for one in register.specs], register.one_server
+        specs, one_server = list(map(tensor_spec_from, register.specs)), register.one_server
         plan = make_plan(specs, num_servers, register.whole_keys, one_server=one_server)
         if plan.slices_of(server):
             tables.append((plan, found))

@@ -39,7 +39,7 @@ from kvstore_server.errors import (
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.rows import RowSet, are_row_ids, encode_rows
+from kvstore_server.protocol.rows import RowSet, are_hashes, are_row_ids, encode_rows
 from kvstore_server.shard.deltas import Deltas
 from kvstore_server.shard.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.shard.reduction import RankContribution
@@ -545,30 +545,34 @@ class Table:
         Args:
             is_former: As they were before the last round, which the caller knows to be kept.
         """
-        self.shard.rows_of(self.unit, pull.key)
+        self.shard.check_rows(self.unit, pull.key)
         block = self.plan.joined_rows(pull.key).blocks[self.unit.server]
-        num_rows = int(block.starts[-1])
         if len(pull.ids) % 8 or len(pull.ids) // 8 > block.most:
             raise ProtocolError(
                 f"a pull of rows of key {pull.key} has {len(pull.ids)} bytes of ids: not whole numbers of 8 bytes, or "
                 "too many for one message"
             )
-        ids = np.frombuffer(pull.ids, "<i8")
-        if not are_row_ids(ids, num_rows):
+        ids = np.frombuffer(pull.ids, "<i8").astype(np.int64)
+        are_valid = (
+            are_hashes(ids, block.starts[:-1]) if block.is_hashed else are_row_ids(ids, block.starts[-1])
+        )
+        if not are_valid:
             raise ProtocolError(
-                f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {num_rows} here"
+                f"a pull names rows of key {pull.key} twice, not in ascending order, or some that are not here"
             )
-        if is_former:
+        if block.is_hashed:
+            found = self.shard.read_hash_table(self.unit, pull.key, ids)
+        elif is_former:
             cuts = np.searchsorted(ids, block.starts).tolist()
             parts = []
             for slice_, first, begin, end in zip(block.slices, block.starts, cuts, cuts[1:], strict=False):
-                own = torch.from_numpy(ids[begin:end].astype(np.int64) - first)
+                own = torch.from_numpy(ids[begin:end] - first)
                 rows = self.shard.storage.former_rows(self.unit.slots[slice_.index], block.position, own)
                 assert rows is not None
                 parts.append(rows)
             found = torch.cat(parts)
         else:
-            found = self.shard.take_rows(self.unit, pull.key, torch.from_numpy(ids.astype(np.int64)))
+            found = self.shard.take_rows(self.unit, pull.key, torch.from_numpy(ids))
         return RowPart(block.slices[0].index, found.view(-1), m.VALUES)
 
     def _pack(self, slices: Sequence[Slice], rows: Rows) -> list[RowPart]:

@@ -131,7 +131,7 @@ def apply_update(
                 given = given if scale == 1.0 else given * scale
                 if bound is not None:
                     (given.values() if is_sparse else given).clamp_(-bound, bound)
-            values = state.values if state.step else optimizer.create_state(target)
+            values = optimizer.create_state(target) if state.is_new else state.values
             if not optimizer.verified:
                 values = unflatten_trees(values)
             optimizer.update(target, given, values, step_hyper)
@@ -172,7 +172,7 @@ def _apply_update_in_blocks(
     # Bits of an unverified optimizer could depend on where a vector ends, so it gets blocks without a remainder that
     # torch does not split between threads, padded with zeros.
     length = CACHED if optimizer.verified else _BLOCK
-    former = state.values if state.step else {}
+    former = state.values
     result: Values = {}
     # 1. Cut the block out of weights, gradient and state.
     for offset in range(0, weight.numel(), length):
@@ -183,7 +183,7 @@ def _apply_update_in_blocks(
         padded_grad = padded_grad if scale == 1.0 else padded_grad * scale
         if bound is not None:
             padded_grad = padded_grad.clamp(-bound, bound)
-        if state.step:
+        if not state.is_new:
             values = {
                 n: append_zeros(v[part], spare) if _is_array(v) else own_state_value(v)
                 for n, v in former.items()
@@ -326,13 +326,35 @@ def _apply_update_lazily(
         whole = weight.float() if is_half(weight) else weight
         if optimizer.multi_precision and whole is not weight and state.master is None:
             state.master = whole
-        values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
-        for name, value in flatten_trees(values).items():
-            entry = _check_applied_entry(optimizer, name, value, (whole,), None)
-            is_flat = optimizer.elementwise and _is_array(entry)
-            state.values[name] = (
-                torch.as_tensor(entry, device=weight.device).view(weight.shape) if is_flat else entry
-            )
+        state.values.update(create_state_of_rows(optimizer, whole))
+    update_rows_with_state(optimizer, weight, rows, grad_rows, state, hyper, allocate)
+
+
+def create_state_of_rows(optimizer: Optimizer, weight: Tensor) -> Values:
+    """Return the state of rows before their first update: numbers, and tensors with a row for each."""
+    values = optimizer.create_state(weight.reshape(-1) if optimizer.elementwise else weight)
+    found: Values = {}
+    for name, value in flatten_trees(values).items():
+        entry = _check_applied_entry(optimizer, name, value, (weight,), None)
+        is_flat = optimizer.elementwise and _is_array(entry)
+        found[name] = torch.as_tensor(entry, device=weight.device).view(weight.shape) if is_flat else entry
+    return found
+
+
+def update_rows_with_state(
+    optimizer: Optimizer,
+    weight: Tensor,
+    rows: Tensor,
+    grad_rows: Tensor,
+    state: State,
+    hyper: Hyper,
+    allocate: EntryAllocator,
+) -> None:
+    """Update rows that have a state already, which counts as one update; see `apply_update_to_rows`.
+
+    Args:
+        rows: Distinct, in any order.
+    """
     if len(rows):
         hyper = optimizer.hyper_for_rows(weight if state.master is None else state.master, grad_rows, hyper)
         at_once = len(rows)

@@ -54,6 +54,11 @@ class State:
     master: Tensor | None = None
     """float32 copies of half-precision weights (multi_precision); they follow weights that are replaced."""
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the optimizer has yet to create it."""
+        return not self.step and not self.values
+
 
 class States:
     """The state of consecutive segments in flat memory: those of one slice, or of a whole Shard.

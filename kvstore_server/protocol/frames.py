@@ -34,6 +34,7 @@ from torch import Tensor
 
 from kvstore_server import PROTOCOL_VERSION
 from kvstore_server.errors import ProtocolError, VersionMismatchError, to_wire
+from kvstore_server.plan import HashTableOptions
 from kvstore_server.protocol import messages as m
 
 Frame = bytes | bytearray | memoryview | Any
@@ -310,7 +311,8 @@ def decode_control(kind: int, data: memoryview) -> Any:
     message = cls(*values)
     if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):
         raise ProtocolError(
-            f"Register.specs must be (key, shape of up to {_MAX_DIMS} sizes, dtype, group, is row-sparse) each"
+            f"Register.specs must be (key, shape of up to {_MAX_DIMS} sizes, dtype, group, is row-sparse), and "
+            "options for a hash table, each"
         )
     if isinstance(message, m.Hello) and not _is_identified(message):
         raise ProtocolError(
@@ -346,9 +348,9 @@ _MAX_DIMS, _MAX_SIZE = 64, 1 << 48
 
 
 def _is_spec(spec: Any) -> bool:
-    if not isinstance(spec, tuple) or len(spec) != 5:
+    if not isinstance(spec, tuple) or len(spec) not in (5, 6):
         return False
-    key, shape, dtype, group, is_row_sparse = spec
+    key, shape, dtype, group, is_row_sparse, *hash_table = spec
     return (
         isinstance(key, str)
         and isinstance(shape, tuple)
@@ -357,7 +359,13 @@ def _is_spec(spec: Any) -> bool:
         and isinstance(dtype, str)
         and type(group) is int
         and isinstance(is_row_sparse, bool)
+        and all([is_row_sparse and _are_hash_table_options(options) for options in hash_table])
     )
+
+
+def _are_hash_table_options(options: Any) -> bool:
+    kinds = [type(default) for default in HashTableOptions()]
+    return isinstance(options, tuple) and list(map(type, options)) == kinds
 
 
 def _freeze_value(value: Any) -> Any:

@@ -5,7 +5,7 @@ Rows, in a contribution or as new values, are encoded as
     head      int32: number of segments that follow; number of slices
     segments  int32 each: position in the slice, number of rows (or elements), form, 0
     parts     of each segment, by its form. 0: ids as int32, then values; 1: one bit for each row, then values, where
-              that is shorter; 2: all numbers of the segment
+              that is shorter; 2: all numbers of the segment; 3: row numbers of a hash table as int64, then values
 
 Segments that are not listed have nothing. A key with slices of its own may put rows of several adjacent slices on a
 server into one payload, which belongs to the first of them; the head says how many. So rows of a key take one message
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
-from kvstore_server.plan import SIZES, Ints, Plan, Slice
+from kvstore_server.plan import SIZES, Ints, Plan, RowBlock, Slice, slices_of_hashes
 from kvstore_server.protocol.frames import pack_control
 
 PACKED_ROWS = pack_control({"type": "rows"})
@@ -58,7 +58,7 @@ class RowSet(NamedTuple):
     """Some rows of a key, or of a block of its rows."""
 
     ids: Tensor
-    """int64, distinct and ascending, counted from the first row of the key or block."""
+    """int64, distinct and ascending, counted from the first row of the key or block; row numbers of a hash table."""
     values: Tensor
     """(number of ids, elements of a row)."""
 
@@ -67,8 +67,8 @@ Parts: TypeAlias = Mapping[int, RowSet | Tensor]
 """Position of a segment in the slice → some rows of it, or all its elements, flat."""
 Payload: TypeAlias = Tensor | CompressedPayload | Parts
 """What a rank gives to a slice: plain numbers, compressed ones, or some parts."""
-_IDS, _BITS, _ALL = range(3)
-_INT, _BYTE = np.dtype("<i4"), np.dtype(np.uint8)
+_IDS, _BITS, _ALL, _HASHES = range(4)
+_INT, _LONG, _BYTE = np.dtype("<i4"), np.dtype("<i8"), np.dtype(np.uint8)
 _PLAIN = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 """Unsigned integers by size, as which numpy reads elements for torch: it has no bfloat16."""
 
@@ -85,15 +85,17 @@ def encode_rows(plan: Plan, slice_: Slice, parts: Parts, slices: int = 1) -> Ten
             continue
         block, ids = plan.joined_rows(slice_.segments[position].key).blocks[slice_.server], part.ids.numpy()
         first, count = block.order[slice_.index], len(ids)
-        num_rows = int(block.starts[first + slices] - block.starts[first])
-        form = _BITS if 4 * count > num_rows // 8 else _IDS
+        form, num_rows = _HASHES, 0
+        if not block.is_hashed:
+            num_rows = int(block.starts[first + slices] - block.starts[first])
+            form = _BITS if 4 * count > num_rows // 8 else _IDS
         head += [position, count, form, 0]
         if form == _BITS:
             present = np.zeros(num_rows, dtype=bool)
             present[ids] = True
             body.append(np.packbits(present, bitorder="little"))
         else:
-            body.append(ids.astype("<i4"))
+            body.append(ids.astype(_INT if form == _IDS else _LONG))
         body.append(_to_numpy(part.values))
     buffers: list[Any] = [struct.pack(f"<{len(head)}i", *head)]
     for raw in body:
@@ -127,14 +129,22 @@ def decode_rows(plan: Plan, slice_: Slice, data: memoryview, is_joined: bool = F
             if size != slice_.segments[position].numel or slices != 1:
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
             parts[position] = reader.values(slice_.dtype, size)
-        elif form in (_IDS, _BITS):
-            num_rows = _num_rows(plan, slice_, position, slices, is_joined)
+        elif form in (_IDS, _BITS, _HASHES):
+            block, first = _block_of(plan, slice_, position, slices, is_joined)
             width = plan.rows(slice_.segments[position].key).width
-            if not 0 <= size <= num_rows:
+            if (form == _HASHES) != block.is_hashed:
                 raise ProtocolError(
-                    f"a row-sparse slice names {size} of the {num_rows} rows of segment {position}"
+                    f"a row-sparse slice has rows in form {form}, which its key does not have"
                 )
-            ids = reader.ids(size, num_rows, form == _BITS)
+            if form == _HASHES:
+                ids = reader.hashes(size, block.starts[first : first + slices])
+            else:
+                num_rows = int(block.starts[first + slices] - block.starts[first])
+                if not 0 <= size <= num_rows:
+                    raise ProtocolError(
+                        f"a row-sparse slice names {size} of the {num_rows} rows of segment {position}"
+                    )
+                ids = reader.ids(size, num_rows, form == _BITS)
             parts[position] = RowSet(ids, reader.values(slice_.dtype, size * width).view(size, width))
         else:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
@@ -176,8 +186,11 @@ def payload_nbytes(payload: Payload) -> int:
     return payload.data.nbytes if isinstance(payload, CompressedPayload) else payload.nbytes
 
 
-def _num_rows(plan: Plan, slice_: Slice, position: int, slices: int, is_joined: bool) -> int:
-    """Return the rows of a segment and its key's next slices. Raises ProtocolError if it has none, or fewer slices."""
+def _block_of(plan: Plan, slice_: Slice, position: int, slices: int, is_joined: bool) -> tuple[RowBlock, int]:
+    """Return the rows of a segment's key on its server, and the position of the slice among those.
+
+    Raises ProtocolError if it has none, or fewer slices.
+    """
     segment = slice_.segments[position]
     spec = plan.specs[segment.key]
     places = plan.joined_rows(segment.key) if is_joined else plan.rows(segment.key)
@@ -189,7 +202,7 @@ def _num_rows(plan: Plan, slice_: Slice, position: int, slices: int, is_joined: 
         raise ProtocolError(
             f"{slices} slices from {slice_.index} on are not all on this server, or not all of {spec.key!r}"
         )
-    return int(block.starts[first + slices] - block.starts[first])
+    return block, first
 
 
 class _RowReader:
@@ -211,6 +224,17 @@ class _RowReader:
     def values(self, dtype: str, count: int) -> Tensor:
         return torch.from_numpy(self.take(_PLAIN[SIZES[dtype]], count)).view(torch_dtype(dtype))
 
+    def hashes(self, count: int, starts: Ints) -> Tensor:
+        """Copy row numbers of the slices that begin with `starts`, and check them."""
+        if count < 0:
+            raise ProtocolError(f"a row-sparse slice names {count} rows")
+        rows = self.take(_LONG, count).astype(np.int64)
+        if not are_hashes(rows, starts):
+            raise ProtocolError(
+                f"the {count} rows of a hash table are not distinct, ascending and of their {len(starts)} slices"
+            )
+        return torch.from_numpy(rows)
+
     def ids(self, count: int, num_rows: int, as_bits: bool) -> Tensor:
         """Copy ids of rows and check them; a copy, because the peer could change them after the check."""
         if as_bits:
@@ -228,6 +252,14 @@ class _RowReader:
 def are_row_ids(ids: Ints, num_rows: int) -> bool:
     """Return whether ids are distinct, ascending and below `num_rows`."""
     return not len(ids) or bool(ids[0] >= 0 and ids[-1] < num_rows and (ids[1:] > ids[:-1]).all())
+
+
+def are_hashes(rows: Ints, starts: Ints) -> bool:
+    """Return whether row numbers of a hash table are distinct, ascending and in adjacent slices with these starts."""
+    if not len(rows):
+        return True
+    own, slices = slices_of_hashes(rows[[0, -1]]), slices_of_hashes(starts)
+    return bool(slices[0] <= own[0] and own[1] <= slices[-1] and (rows[1:] > rows[:-1]).all())
 
 
 def _to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
@@ -286,7 +318,7 @@ def pack_rows(
         for block, where, own in places.by_server(numbers):
             here = given if isinstance(where, slice) else given.index_select(0, torch.from_numpy(where))
             for first, end, part in block.cut(own):
-                some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
+                some = RowSet(torch.from_numpy(block.counted_from(own[part], first)), here[part])
                 found.setdefault(block.slices[first].index, ({}, end - first))[0][block.position] = some
     # 2. Add the elements of dense keys in the same slices, and encode.
     packed = {}

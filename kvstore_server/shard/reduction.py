@@ -26,6 +26,7 @@ from kvstore_server.codec import compute_dtype
 from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.optimizer.rows import CACHED
+from kvstore_server.plan import Ints
 from kvstore_server.protocol.rows import CompressedPayload, Payload, RowSet, cut_rows, payload_nbytes
 from kvstore_server.shard.storage import Block, KeyLayout, Storage
 
@@ -58,6 +59,7 @@ class RankContribution(NamedTuple):
         absent: Keys (as the Shard numbers them) that this rank leaves out.
         rows: Key → the rows that the rank gives instead of the whole key; runs are ignored there.
         is_scratch: Whether the memory may be overwritten.
+        times: Key of a hash table → how many gradients are in each of its rows, where that is not one.
         borrowed: Key → its elements, contiguous, in whole lines, which must not be overwritten; runs are ignored
             there. Only for a single contribution that is scratch.
     """
@@ -68,6 +70,7 @@ class RankContribution(NamedTuple):
     rows: Mapping[int, RowSet] = {}
     is_scratch: bool = False
     borrowed: Mapping[int, Tensor] = {}
+    times: Mapping[int, Ints] = {}
 
     @property
     def nbytes(self) -> int:
@@ -181,6 +184,8 @@ class Reduction:
         """
         # 1. Collect the rows of each rank, in the compute dtype.
         layout, parts = layouts[0], [one for one in contributions if layouts[0].key in one.rows]
+        num_rows = (layouts[-1].part.stop - layout.part.start) // layout.width
+        num_rows *= layout.spec.hash_table is None
         common = parts[0].scale if len({one.scale for one in parts}) == 1 else None
         of_keys = [one.rows[layout.key] for one in parts]
         if len(layouts) > 1:
@@ -193,12 +198,22 @@ class Reduction:
         ids, total = of_keys[0].ids, values[0]
         if len(parts) > 1:
             ids, total = torch.cat([rows.ids for rows in of_keys]), torch.cat(values)
-        ids, total = coalesce_rows(ids, total, (layouts[-1].part.stop - layout.part.start) // layout.width)
+        ids, total = coalesce_rows(ids, total, num_rows)
         if common not in (None, 1.0):
             total = total * common
         # 3. Never return memory that the caller of this process still uses.
         is_given = len(layouts) == 1 and total is of_keys[0].values and not parts[0].is_scratch
         return RowSet(ids, total.clone() if is_given else total)
+
+    def times_of_rows(self, key: int, ids: Ints, contributions: Sequence[RankContribution]) -> Ints:
+        """Return how many gradients there were of each of these rows of a hash table, which is all of them."""
+        times = np.zeros(len(ids), np.int64)
+        for one in contributions:
+            if key in one.rows:
+                own = one.rows[key].ids.numpy()
+                where = slice(None) if len(own) == len(ids) else ids.searchsorted(own)
+                times[where] += one.times.get(key, 1)
+        return times
 
     def by_slot(self, rows: Mapping[int, RowSet]) -> dict[int, dict[int, RowSet]]:
         """Return slot → position of a segment → its rows."""
@@ -206,7 +221,11 @@ class Reduction:
         for key, own in rows.items():
             layout = self._storage.layouts[key]
             segments = layout.block.states.segments[layout.first : layout.last]
-            parts = cut_rows(own, [(start - layout.part.start) // layout.width for start, _ in segments])
+            if layout.spec.hash_table is None:
+                starts = [(start - layout.part.start) // layout.width for start, _ in segments]
+            else:
+                starts = layout.unit.plan.rows(layout.in_plan).blocks[layout.unit.server].starts[:-1].tolist()
+            parts = cut_rows(own, starts)
             for at, (slot, part) in enumerate(zip(range(layout.slot, layout.end_slot), parts, strict=True)):
                 found.setdefault(slot, {})[layout.first + at - self._storage.slots[slot].first] = part
         return found

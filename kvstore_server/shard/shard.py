@@ -38,8 +38,9 @@ from kvstore_server.optimizer import Optimizer, State, States, apply_update, app
 from kvstore_server.optimizer.apply import applies_to_rows, applies_to_rows_alone
 from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, scatter_rows
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.plan import Plan, Slice
+from kvstore_server.plan import Ints, Plan, Slice, row_numel
 from kvstore_server.protocol.rows import Parts, RowSet, cut_rows
+from kvstore_server.shard.hash_table import HashTable
 from kvstore_server.shard.norms import (
     UNCHANGED,
     Decision,
@@ -109,6 +110,8 @@ class Shard:
         """How to undo the last update of a unit, where that is possible."""
         self.keeps_undos = False
         """Whether that has to be possible for optimizers that cannot raise, too."""
+        self.hash_tables: dict[int, HashTable] = {}
+        """Key → its rows, if it is a hash table."""
 
     def add(self, plan: Plan, server: int = 0, memory: Mapping[str, Tensor] | None = None) -> Unit:
         """Add the slices of a plan that belong to `server`, with weights of zero.
@@ -118,6 +121,11 @@ class Shard:
         """
         unit = self.storage.add(plan, server, memory)
         self.units.append(unit)
+        for at in sorted(unit.keys):
+            spec = plan.specs[at]
+            if spec.hash_table is not None:
+                table = HashTable(spec.key, row_numel(spec), spec.dtype, spec.hash_table)
+                self.hash_tables[unit.first_key + at] = table
         self.counts = np.concatenate([self.counts, np.zeros(len(plan.specs), np.int64)])
         return unit
 
@@ -149,6 +157,7 @@ class Shard:
             if isinstance(part, RowSet):
                 layout = self.storage.layouts[one.unit.first_key + segment.key]
                 first = (one.start + segment.start - layout.part.start) // layout.width
+                first *= layout.spec.hash_table is None
                 found.setdefault(layout.key, []).append(
                     part if not first else RowSet(part.ids + first, part.values)
                 )
@@ -185,10 +194,18 @@ class Shard:
         """Return the weights of a slice without padding; not a copy."""
         return self.storage.visible[unit.slots[index]]
 
-    def rows_of(self, unit: Unit, key: int) -> Tensor:
-        """Return the rows of a key on this server; may be a copy. Raises ProtocolError if it has none here."""
+    def check_rows(self, unit: Unit, key: int) -> None:
+        """Raise ProtocolError if a key has no rows on this server."""
         if key not in unit.keys or unit.server not in unit.plan.rows(key).blocks:
             raise ProtocolError(f"this server has no rows of a key {key}")
+
+    def read_hash_table(self, unit: Unit, key: int, rows: Ints) -> Tensor:
+        """Copy rows of a hash table; those that are not there have their initial values."""
+        return self.hash_tables[unit.first_key + key].read(rows)
+
+    def rows_of(self, unit: Unit, key: int) -> Tensor:
+        """Return the rows of a key on this server; may be a copy. Raises ProtocolError if it has none here."""
+        self.check_rows(unit, key)
         return self.storage.rows(unit.first_key + key, unit.first_key + key)
 
     def take_rows(self, unit: Unit, key: int, ids: Tensor) -> Tensor:
@@ -267,9 +284,11 @@ class Shard:
             units: The units that take part; None: all.
 
         Raises:
-            OptimizerError: The optimizer raised; weights and state are as before.
+            OptimizerError: The optimizer raised, or a hash table is full; weights and state are as before.
         """
         units = self.units if units is None else units
+        for key, table in self.hash_tables.items():
+            table.check_room(sum([len(one.rows[key].ids) for one in contributions if key in one.rows]))
         failpoint("server.update.begin")
         keeps_undos = optimizer.may_raise or self.keeps_undos
         for unit in units if keeps_undos or self.undos else ():
@@ -366,8 +385,11 @@ class Shard:
         # 2. Keys that every rank gave as rows, a row group at a time.
         has_rows = any(map(_rows_of, contributions))
         by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
+        for key in self.hash_tables.keys() & by_rows:
+            self._update_hash_table(key, contributions, optimizer, decision)
         whole = not optimizer.elementwise
-        joined = self._sums.side_by_side(by_rows, contributions) if by_rows else ()
+        bounded = [key for key in by_rows if key not in self.hash_tables]
+        joined = self._sums.side_by_side(bounded, contributions) if bounded else ()
         for layouts in [[layout] for some in joined for layout in some] if whole else joined:
             rows = self._sums.sum_of_rows(layouts, contributions)
             if decision != UNCHANGED:
@@ -407,6 +429,21 @@ class Shard:
             failpoint("server.update.next_chunk")
             if self.tracks_changes:
                 self._record_dense(chunk)
+
+    def _update_hash_table(
+        self,
+        key: int,
+        contributions: Sequence[RankContribution],
+        optimizer: Optimizer,
+        decision: Decision,
+    ) -> None:
+        layout = self.storage.layouts[key]
+        rows = self._sums.sum_of_rows([layout], contributions)
+        times = self._sums.times_of_rows(key, rows.ids.numpy(), contributions)
+        if decision != UNCHANGED:
+            rows = rows._replace(values=rows.values.clone())
+            apply_decision(rows.values, decision)
+        self.hash_tables[key].update(rows, times, optimizer, layout.block.hypers[layout.first])
 
     def _update_runs(
         self,
@@ -629,7 +666,12 @@ class Shard:
                 self.storage.slots[slot].slice.index, *partial_norm_of_slice(None, sparse, norm_type)
             )
         updated = {key: rows[key] for key in by_rows}
-        held = RankContribution(runs, 1.0, left_out_of_reduction(contributions), updated, is_scratch=True)
+        times = {
+            key: self._sums.times_of_rows(key, updated[key].ids.numpy(), contributions)
+            for key in self.hash_tables.keys() & updated.keys()
+        }
+        left_out = left_out_of_reduction(contributions)
+        held = RankContribution(runs, 1.0, left_out, updated, is_scratch=True, times=times)
         return HeldSum(held, tuple(partials[slot] for slot in sorted(partials)))
 
     def call_updater(self, unit: Unit, contributions: Sequence[RankContribution], updater: Updater) -> None:
@@ -712,6 +754,8 @@ class Shard:
     def reset_states(self) -> None:
         for block in self.storage.blocks:
             block.states.forget()
+        for table in self.hash_tables.values():
+            table.forget_state()
         self.counts[:] = 0
 
     @property

@@ -269,6 +269,11 @@ class KeyLayout(NamedTuple):
     def spec(self) -> TensorSpec:
         return self.unit.plan.specs[self.key - self.unit.first_key]
 
+    @property
+    def in_plan(self) -> int:
+        """The index of the key in its plan."""
+        return self.key - self.unit.first_key
+
 
 class Storage:
     """The memory of a Shard.

@@ -357,7 +357,14 @@ def _register_message(table: RemoteTable, first: int) -> m.Register:
     total = len(plan.specs)
     form = b"" if table.delta_codec is None else pack_control(table.delta_codec.spec())
     return m.Register(
-        table.name, specs[:fit], plan.whole_keys, first, total, plan.digest, plan.one_server, form
+        table.name,
+        tuple([spec.fields for spec in specs[:fit]]),
+        plan.whole_keys,
+        first,
+        total,
+        plan.digest,
+        plan.one_server,
+        form,
     )
 
 

@@ -34,7 +34,8 @@ def read_id_tensor(key: object, row_ids: Any, num_rows: int) -> Tensor:
 def flatten_id_tensor(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
     """Return row ids as flat int64 on the CPU, in their order, and the shape that they were given in.
 
-    Any tensor, array or list of integers is accepted.
+    Any tensor, array or list of integers is accepted, of floating-point numbers only if they are whole. A hash table
+    (`num_rows` is 0) has rows of any id, but takes no floating-point number: it may have been rounded.
 
     Raises:
         ConfigurationError: A value is not an integer.
@@ -47,7 +48,8 @@ def flatten_id_tensor(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor,
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"row_ids of key {key!r} must be whole numbers: {error}") from None
     flat = given.detach().reshape(-1)
-    is_whole = not flat.dtype.is_floating_point or bool((flat == flat.to(torch.int64)).all())
+    is_whole = not flat.dtype.is_floating_point or bool(num_rows and (flat == flat.to(torch.int64)).all())
+    is_whole |= not flat.numel()
     if flat.dtype in (torch.bool, torch.complex64, torch.complex128) or not is_whole:
         raise ConfigurationError(
             f"row_ids of key {key!r} must be whole numbers, got {flat.dtype}{list(given.shape)}: "
@@ -55,7 +57,7 @@ def flatten_id_tensor(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor,
         )
     ids = flat.to(torch.int64).numpy()
     # Viewed as unsigned, a negative id is a huge one: a single comparison finds both kinds of errors.
-    if len(ids) and ids.view(np.uint64).max() >= num_rows:
+    if num_rows and len(ids) and ids.view(np.uint64).max() >= num_rows:
         wrong = np.unique(ids[(ids < 0) | (ids >= num_rows)]).tolist()
         named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
         raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")

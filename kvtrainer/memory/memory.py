@@ -40,6 +40,7 @@ from kvtrainer.errors import (
 )
 from kvtrainer.memory.arena import HELD_DTYPES, Arena, arena_can_hold
 from kvtrainer.memory.gradients import GradientTracker, lazy_parameters
+from kvtrainer.memory.hash_table import is_hash_table
 from kvtrainer.memory.row_sparse import RowSparseTables
 from kvtrainer.parallel.replicas import (
     AUTO,
@@ -186,7 +187,7 @@ class DeviceMemory:
         """Return a gradient as rows with distinct ids. Raises ConfigurationError if that is not possible."""
         grad, spec = self.parameters[i].grad, self.plan.specs[i]
         assert grad is not None
-        if grad.layout is torch.strided:
+        if grad.layout is torch.strided and spec.hash_table is None:
             # A dense gradient of a row-sparse parameter was assigned by the loop: it has all rows.
             return RowSet(
                 torch.arange(spec.shape[0], device=grad.device),
@@ -204,8 +205,11 @@ class DeviceMemory:
                 "elements are longer than the 1 MiB that are updated together; build the module with sparse=False"
             )
         ids, values = grad._indices()[0], grad._values()
+        table, num_rows = self.parameters[i], spec.shape[0]
+        if is_hash_table(table):
+            ids, num_rows = table.rows_of(ids).to(ids.device), 0
         is_half = values.dtype.itemsize < 4 and len(ids) > 1
-        ids, summed = coalesce_rows(ids, values.float() if is_half else values, spec.shape[0])
+        ids, summed = coalesce_rows(ids, values.float() if is_half else values, num_rows)
         return RowSet(ids, summed.to(values.dtype).reshape(len(ids), row_numel(spec)))
 
 
@@ -574,7 +578,12 @@ class Memory:
         in_store = [key in tables for key in range(len(placed))]
         rows = zip(self.names, shapes, dtypes, self._group_of, in_store, strict=True)
         # tuple.__new__ takes half the time of TensorSpec(), and there may be thousands.
-        self.plan = make_plan([tuple.__new__(TensorSpec, row) for row in rows], 1)
+        specs = [tuple.__new__(TensorSpec, (*row, None)) for row in rows]
+        for key in tables:
+            table = placed[key]
+            if is_hash_table(table):
+                specs[key] = table.spec(specs[key].key, specs[key].dtype, specs[key].group)
+        self.plan = make_plan(specs, 1)
         # 4. Move the parameters, and warn about memory formats that are lost.
         named = zip(self.names, placed, in_store, strict=True)
         others = [

@@ -141,14 +141,7 @@ class RowSparseParameter(Parameter):
             RowIdError: An id is out of range.
             KVStoreError: The store did not answer, or the Trainer is closed.
         """
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            self._refuse_to_be_traced()
-        owner = self._owner() if self._owner is not None else None
-        if owner is None:
-            raise RowSparseError(
-                f"cannot get row_sparse data for {self._name()} when no Trainer is created with it; build the Trainer "
-                "first, and keep it"
-            )
+        owner = self._ready_owner()
         # Attribute access would otherwise go through __torch_function__.
         with torch._C.DisableTorchFunctionSubclass():
             (num_rows, *of_row), device = self.shape, self.device
@@ -165,6 +158,22 @@ class RowSparseParameter(Parameter):
         else:
             gathered = _select_row_sparse_rows(rows, which)
         return gathered.view(*shape, *of_row)
+
+    def _ready_owner(self) -> RowSparseOwner:
+        """Return the Trainer, through which rows are fetched."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            self._refuse_to_be_traced()
+        owner = self._owner() if self._owner is not None else None
+        if owner is None:
+            raise RowSparseError(
+                f"cannot get row_sparse data for {self._name()} when no Trainer is created with it; build the Trainer "
+                "first, and keep it"
+            )
+        return owner
+
+    def read_ids(self, row_ids: Any) -> Tensor:
+        """Return the rows of these ids as stores know them: distinct, ascending, int64, on the CPU."""
+        return read_id_tensor(self._name(), row_ids, self.shape[0])
 
     def detach(self) -> Tensor:
         """Return all values as a new tensor the size of the whole table. `state_dict()` saves these."""
@@ -358,7 +367,7 @@ class RowSparseTables:
                     + (did_you_mean(given, names) if isinstance(given, str) else "")
                 )
             parameter = self._parameters[key][0]
-            wanted[key] = read_id_tensor(parameter._name(), ids, parameter.shape[0])
+            wanted[key] = parameter.read_ids(ids)
         self.wanted = wanted
 
     def take_wanted(self) -> dict[int, Tensor]:

@@ -1,0 +1,161 @@
+"""Embeddings without a number of rows: their rows come with the ids that are trained, and go by rules.
+
+    table = kvtrainer.Embedding(64, admit_after=3, expire_after=10_000)
+    trainer = kvtrainer.Trainer([("table", table.weight), *dense.named_parameters()], "adagrad", kvstore="dist_sync")
+    out = dense(table(ids))
+
+Ids are int64 of any value: hashes, or numbers of users. The rows live in the store of the Trainer, and only those of a
+batch move.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvstore_server import check
+from kvstore_server.plan import HashTableOptions
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.memory.hash_table import HashTableParameter
+
+_MODES = ("sum", "mean")
+
+
+class Embedding(nn.Module):
+    """Looks rows up by ids of 64 bits, in a table without a number of rows.
+
+    A row that has never been trained reads as its initial value, a function of `seed`, the parameter's name in the
+    Trainer, the id and the column; so results do not depend on the number of workers or servers. Rounds that train the
+    table are the clock of `expire_after` and `evict`. `state_dict()` leaves the rows out.
+
+    Args:
+        dim: Elements of a row.
+        init: Initial values: "normal", "uniform" or "constant".
+        scale: Their standard deviation, bound or value.
+        seed: Of the initial values.
+        admit_after: A row is trained from its nth gradient on; those before are ignored. Each worker gives one a round.
+        expire_after: A row is forgotten that had no gradient for this many rounds; 0: never.
+        max_rows: About the most rows; 0: as many as there is memory for.
+        evict: Which rows are forgotten when there are too many: "lru" (longest without a gradient) or "lfu" (fewest).
+        padding_idx: The id whose row is always zero, and not trained.
+        dtype, device: Of the rows.
+
+    Raises:
+        ConfigurationError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        init: str = "normal",
+        scale: float = 1.0,
+        seed: int = 0,
+        admit_after: int = 1,
+        expire_after: int = 0,
+        max_rows: int = 0,
+        evict: str = "lru",
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        scale = float(scale) if check.is_number(scale) else scale
+        options = HashTableOptions(seed, init, scale, admit_after, expire_after, max_rows, evict)
+        self.weight = HashTableParameter(dim, options, dtype=dtype, device=device)
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Any) -> Tensor:
+        """Return the rows of ids (int64, any shape) as a tensor of shape ids.shape + (dim,). Blocks."""
+        found = self.weight.row_sparse_data(ids)
+        if self.padding_idx is None:
+            return found
+        is_padding = torch.as_tensor(ids, device=found.device) == self.padding_idx
+        return found.masked_fill(is_padding[..., None], 0.0)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Leave the rows out: they are in the store."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load nothing: the rows are in the store."""
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {', '.join(f'{k}={v!r}' for k, v in self.weight.options._asdict().items())}"
+
+
+class EmbeddingBag(Embedding):
+    """Sums or averages rows of bags of ids; otherwise like `Embedding`.
+
+    Sums are made from left to right in float32 or wider, and only they and the distinct rows take memory.
+
+    Args:
+        dim: Elements of a row.
+        mode: "sum" or "mean".
+        include_last_offset: Whether `offsets` end with the number of ids.
+        **options: The other arguments of `Embedding`. Ids that are `padding_idx` count as if they were not there.
+    """
+
+    def __init__(
+        self, dim: int, *, mode: str = "mean", include_last_offset: bool = False, **options: Any
+    ) -> None:
+        if mode not in _MODES:
+            raise ConfigurationError(f"an EmbeddingBag has mode 'sum' or 'mean', got {mode!r}")
+        super().__init__(dim, **options)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(
+        self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return a tensor of shape (number of bags, dim). Blocks.
+
+        Args:
+            ids: int64; of two dimensions, with a bag in each row, or of one, with `offsets`.
+            offsets: Where each bag begins in `ids`: int64, ascending, the first one 0.
+            per_sample_weights: A factor of each id, in the shape of `ids`. A mean is divided by the number of ids all
+                the same.
+
+        Raises:
+            ConfigurationError: Shapes or offsets do not fit.
+        """
+        flat, starts, weights = self._read_bags(ids, offsets, per_sample_weights)
+        if self.padding_idx is not None:
+            is_kept = flat != self.padding_idx
+            gone_before = torch.cumsum(~is_kept, 0)
+            starts = starts - torch.cat([gone_before.new_zeros(1), gone_before])[starts]
+            flat, weights = flat[is_kept], None if weights is None else weights[is_kept]
+        summed = self.weight.pooled_rows(flat, starts, weights)
+        if self.mode == "sum":
+            return summed
+        counts = torch.diff(starts, append=starts.new_tensor([len(flat)]))
+        return summed / counts.clamp_(min=1)[:, None].to(summed)
+
+    def _read_bags(
+        self, ids: Any, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        given = torch.as_tensor(ids)
+        if given.dim() == 2 and offsets is None:
+            offsets = torch.arange(len(given), device=given.device) * given.shape[1]
+        elif given.dim() == 1 and offsets is not None:
+            offsets = offsets[:-1] if self.include_last_offset else offsets
+            ends = offsets.new_tensor([len(given)])
+            is_wrong = offsets.dim() != 1 or offsets.dtype.is_floating_point
+            if is_wrong or bool((torch.diff(offsets, prepend=ends * 0, append=ends) < 0).any()):
+                raise ConfigurationError(
+                    f"offsets of bags are integers, ascending, from 0 to the {len(given)} ids; got {offsets}"
+                )
+            if len(offsets) and int(offsets[0]):
+                raise ConfigurationError(
+                    f"the first bag begins with the first id, but offsets[0] is {offsets[0]}"
+                )
+        else:
+            raise ConfigurationError(
+                f"ids have two dimensions, or one and offsets; got {given.dim()} dimensions "
+                f"{'without' if offsets is None else 'and'} offsets"
+            )
+        if weights is not None and weights.shape != given.shape:
+            raise ConfigurationError(
+                f"per_sample_weights have the shape of ids, {list(given.shape)}, got {list(weights.shape)}"
+            )
+        return given.reshape(-1), offsets.long(), None if weights is None else weights.reshape(-1)

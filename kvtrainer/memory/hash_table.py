@@ -1,0 +1,288 @@
+"""Parameters without a number of rows: hash tables, whose rows are found by ids of 64 bits.
+
+A `HashTableParameter` is a `RowSparseParameter` that names its rows by ids of any value. Stores know the rows by their
+row numbers, which are hashes of the ids. A gradient must be a tensor with a shape, so it has *handles* instead: a
+worker numbers the rows of its gradients as it meets them (`RowHandles`), and translates them when a step gathers the
+gradients. Nothing else sees a handle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kvstore_server import check
+from kvstore_server.optimizer.rows import SortedRowIds, sort_row_ids
+from kvstore_server.plan import (
+    MAX_ROWS,
+    HashTableOptions,
+    TensorSpec,
+    check_hash_table_options,
+    hash_table_spec,
+)
+from kvstore_server.shard.id_index import IdIndex, Ints, row_numbers
+from kvtrainer.common.tensors import flatten_id_tensor
+from kvtrainer.common.uncompiled import uncompiled
+from kvtrainer.errors import ConfigurationError, RowSparseError
+from kvtrainer.memory.row_sparse import RowSparseParameter, Source
+
+_KEPT = 1 << 20
+"""Handles that are kept although no gradient has them."""
+
+
+class RowHandles:
+    """Numbers row numbers from 0 on, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._rows: Ints = np.zeros(1024, np.int64)
+        self._index, self._end = IdIndex(self._rows), 0
+
+    def __len__(self) -> int:
+        return self._end
+
+    def of(self, rows: Ints) -> Ints:
+        """Return the handles of rows (distinct); those that have none get the next."""
+        found = self._index.find(rows)
+        new = np.flatnonzero(found < 0)
+        end = self._end + len(new)
+        if end > len(self._rows):
+            size = max(2 * len(self._rows), end)
+            self._rows = np.concatenate([self._rows, np.zeros(size - len(self._rows), np.int64)])
+            self._index.rows = self._rows
+        found[new] = np.arange(self._end, end)
+        self._rows[self._end : end] = rows[new]
+        self._index.insert(found[new])
+        self._end = end
+        return found
+
+    def rows(self, handles: Ints) -> Ints:
+        return self._rows[handles]
+
+
+@uncompiled
+class HashTableParameter(RowSparseParameter):
+    """A table without a number of rows that is in the store of its Trainer; see `kvtrainer.Embedding`.
+
+    Args:
+        dim: Elements of a row.
+        options: How rows come and go.
+        dtype, device, requires_grad: As of `RowSparseParameter`.
+    """
+
+    options: HashTableOptions
+    handles: RowHandles
+
+    def __new__(
+        cls,
+        dim: int,
+        options: HashTableOptions,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        requires_grad: bool = True,
+    ) -> HashTableParameter:
+        if not check.is_integer(dim, 1):
+            raise ConfigurationError(f"the rows of a hash table have 1 element or more, got dim={dim!r}")
+        check_hash_table_options("this table", options)
+        self = super().__new__(cls, (MAX_ROWS, dim), dtype=dtype, device=device, requires_grad=requires_grad)
+        assert isinstance(self, HashTableParameter)
+        self.options, self.handles = options, RowHandles()
+        return self
+
+    def row_sparse_data(self, row_ids: Any) -> Tensor:
+        """Fetch rows as a tensor of shape row_ids.shape + (dim,), after this worker's steps. Blocks.
+
+        Rows that are not in the table have their initial values.
+
+        Args:
+            row_ids: Integers of 64 bits, of any value and in any shape, on any device; may be empty.
+
+        For errors see `RowSparseParameter.row_sparse_data`.
+        """
+        shape, ordered, rows = self._fetch(row_ids)
+        found: Tensor = _HashTableRows.apply(self, rows, ordered)  # type: ignore[no-untyped-call]
+        return found.view(*shape, rows.shape[1])
+
+    def pooled_rows(self, row_ids: Any, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum rows, times their weights, of each bag of ids; otherwise like `row_sparse_data`.
+
+        Args:
+            row_ids: Of one dimension.
+            starts: int64, where each bag begins, ascending.
+            weights: One for each id.
+
+        Returns:
+            (number of bags, dim), summed from left to right, half precision in float32.
+        """
+        _, ordered, rows = self._fetch(row_ids)
+        bags = _Bags(starts.to(rows.device), len(ordered.order))
+        own = None if weights is None else weights.to(rows)
+        found: Tensor = _PooledRows.apply(self, rows, ordered, bags, own)  # type: ignore[no-untyped-call]
+        return found
+
+    def _fetch(self, row_ids: Any) -> tuple[torch.Size, SortedRowIds, Tensor]:
+        owner = self._ready_owner()
+        with torch._C.DisableTorchFunctionSubclass():
+            device = self.device
+        ids, shape = flatten_id_tensor(self._name(), row_ids, 0)
+        ordered = sort_row_ids(row_numbers(ids.numpy()))
+        self._restart_handles()
+        return shape, ordered, owner.row_sparse_pull(self, ordered.ids).to(device)
+
+    def read_ids(self, row_ids: Any) -> Tensor:
+        """Return the row numbers of these ids: distinct, ascending, int64, on the CPU."""
+        ids, _ = flatten_id_tensor(self._name(), row_ids, 0)
+        return sort_row_ids(row_numbers(ids.numpy())).ids
+
+    def spec(self, name: str, dtype: str, group: int) -> TensorSpec:
+        """Return what a plan has of the table."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return hash_table_spec(name, (int(self.shape[1]),), dtype, self.options, group)
+
+    def rows_of(self, handles: Tensor) -> Tensor:
+        """Return the row numbers of a gradient's handles, on the CPU."""
+        return torch.from_numpy(self.handles.rows(handles.cpu().numpy()))
+
+    def detach(self) -> NoReturn:
+        """Raise RowSparseError: there is no tensor of all rows."""
+        raise RowSparseError(
+            f"{self._name()} is a hash table, of which there is no tensor of all rows; `trainer.save_states` saves it, "
+            "and in a kvtrainer.Embedding state_dict() leaves it out"
+        )
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> NoReturn:
+        """Raise RowSparseError: a hash table takes no tensor of all rows."""
+        self.detach()
+
+    def _source(self) -> Source:
+        zero = torch.zeros((), dtype=self.dtype, device="cpu")
+        return lambda start, numel: zero.expand(numel)
+
+    def _restart_handles(self) -> None:
+        """Forget handles while no gradient has any: between two steps, and outside of a backward pass."""
+        if len(self.handles) > _KEPT and self.grad is None and torch._C._current_graph_task_id() == -1:
+            self.handles = RowHandles()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HashTableParameter:
+        if self._is_placed or self._owner is not None:
+            raise RowSparseError(
+                f"{self._name()} cannot be copied, because its values live in the store of its Trainer; copy the model "
+                "before building the Trainer"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            made = type(self)(
+                int(self.shape[1]),
+                self.options,
+                dtype=self.dtype,
+                device=self.device,
+                requires_grad=self.requires_grad,
+            )
+        memo[id(self)] = made
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"HashTableParameter(dim={self.shape[1]}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def sparse_gradient(self, rows: Tensor, values: Tensor) -> Tensor:
+        """Return a gradient of rows (distinct row numbers), which get handles."""
+        handles = torch.from_numpy(self.handles.of(rows.numpy()))
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = tuple(self.shape)
+        return torch.sparse_coo_tensor(
+            handles.to(values.device)[None],
+            values,
+            shape,
+            is_coalesced=bool((handles[1:] > handles[:-1]).all()),
+            check_invariants=False,
+            device=values.device,
+        )
+
+
+@uncompiled
+class _HashTableRows(torch.autograd.Function):
+    """Repeats rows for all positions of their ids. The backward pass sums the gradients of each row, in this order."""
+
+    @staticmethod
+    def forward(ctx: Any, table: HashTableParameter, rows: Tensor, ids: SortedRowIds) -> Tensor:
+        ctx.table, ctx.ids = table, ids
+        return rows.index_select(0, ids.places().to(rows.device))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return a sparse gradient with distinct handles. Half precision is summed in float32 and rounded once."""
+        values = ctx.ids.sums(grad.float() if grad.dtype.itemsize < 4 else grad).to(grad.dtype)
+        return ctx.table.sparse_gradient(ctx.ids.ids, values), None, None
+
+
+class _Bags(NamedTuple):
+    starts: Tensor
+    num_ids: int
+    """Ids in all bags."""
+
+    def of_positions(self) -> Tensor:
+        """Return the bag of each position, int64."""
+        ends = self.starts.new_tensor([self.num_ids])
+        counts = torch.diff(self.starts, append=ends)
+        return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
+@uncompiled
+class _PooledRows(torch.autograd.Function):
+    """Sums rows of bags. Neither pass makes a copy of a row for each position.
+
+    The gradient of a row is the sum of the gradients of the bags that it is in, in the order of positions: the same
+    kernel, with bags in place of rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        table: HashTableParameter,
+        rows: Tensor,
+        ids: SortedRowIds,
+        bags: _Bags,
+        weights: Tensor | None,
+    ) -> Tensor:
+        ctx.table, ctx.ids, ctx.bags = table, ids, bags
+        ctx.save_for_backward(rows, weights)
+        return _sum_of_bags(rows, ids.places().to(rows.device), bags.starts, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, Tensor | None]:
+        rows, weights = ctx.saved_tensors
+        ids, device, bags = ctx.ids, grad.device, ctx.bags.of_positions()
+        order = torch.from_numpy(ids.order).to(device)
+        starts = torch.from_numpy(ids.is_first.nonzero()[0]).to(device)
+        own = None if weights is None else weights.index_select(0, order)
+        values = _sum_of_bags(grad, bags.index_select(0, order), starts, own)
+        of_weights = None
+        if weights is not None and ctx.needs_input_grad[4]:
+            of_weights = (rows.index_select(0, ids.places().to(device)) * grad.index_select(0, bags)).sum(1)
+        return ctx.table.sparse_gradient(ids.ids, values), None, None, None, of_weights
+
+
+def _sum_of_bags(rows: Tensor, places: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum rows of each bag, times their weights, from left to right."""
+    wide = rows.float() if rows.dtype.itemsize < 4 else rows
+    if not len(wide) or not len(places):
+        return rows.new_zeros(len(starts), rows.shape[1])
+    found = torch.embedding_bag(
+        wide.contiguous(),
+        places,
+        starts,
+        mode=0,
+        per_sample_weights=None if weights is None else weights.to(wide),
+    )[0]
+    return found.to(rows.dtype)
+
+
+def is_hash_table(parameter: object) -> TypeGuard[HashTableParameter]:
+    """Return whether this is a HashTableParameter."""
+    return issubclass(type(parameter), HashTableParameter)

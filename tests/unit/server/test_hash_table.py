@@ -1,0 +1,273 @@
+"""Rows of a hash table: beside a table of a fixed size, and beside a dictionary of rows that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError, OptimizerError
+from kvstore_server.optimizer import Optimizer, State, apply_update_to_rows, create
+from kvstore_server.plan import HASH_SLICES, HashTableOptions
+from kvstore_server.protocol.rows import RowSet
+from kvstore_server.shard.hash_table import HashTable, check_hash_table, initial_rows
+from kvstore_server.shard.id_index import row_numbers
+
+WIDTH, IDS = 5, 40
+EVERY_OPTIMIZER = [
+    ("sgd", {"learning_rate": 0.1}),
+    ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "lazy_update": True}),
+    ("sgd", {"learning_rate": 0.1, "wd": 0.1, "lazy_update": True}),
+    ("adagrad", {"learning_rate": 0.1}),
+    ("adam", {"learning_rate": 0.1, "lazy_update": True}),
+    ("ftrl", {"learning_rate": 0.1}),
+    ("groupadagrad", {"learning_rate": 0.1}),
+    ("torch:SGD", {"lr": 0.1}),
+    ("torch:Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.5}),
+]
+
+
+def optimizer_and_options(name: str, options: dict[str, Any]) -> tuple[Optimizer, dict[str, Any]]:
+    made = create(getattr(torch.optim, name.partition(":")[2]) if ":" in name else name, **options)
+    return made, dict(made.hyper)
+
+
+def sorted_rows(ids: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Row numbers, ascending, and the order of ids in them."""
+    rows = row_numbers(np.array(ids, np.int64))
+    order = rows.argsort()
+    return rows[order], order
+
+
+def update(
+    table: HashTable,
+    ids: Sequence[int],
+    grads: Tensor,
+    made: tuple[Optimizer, dict[str, Any]],
+    times: Sequence[int] = (),
+) -> None:
+    rows, order = sorted_rows(ids)
+    counts = np.array(times or [1] * len(ids), np.int64)[order]
+    table.check_room(len(ids))
+    table.update(RowSet(torch.from_numpy(rows), grads[torch.from_numpy(order)]), counts, *made)
+
+
+def read(table: HashTable, ids: Sequence[int]) -> Tensor:
+    return table.read(row_numbers(np.array(ids, np.int64)))
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY_OPTIMIZER)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_rows_have_the_bits_of_a_table_of_a_fixed_size(
+    name: str, options: dict[str, Any], dtype: str
+) -> None:
+    multi = {"multi_precision": True} if dtype == "bfloat16" and ":" not in name else {}
+    made, own = (
+        optimizer_and_options(name, {**options, **multi}),
+        optimizer_and_options(name, {**options, **multi}),
+    )
+    table = HashTable("t", WIDTH, dtype, HashTableOptions(seed=3), room=1000)
+    every = row_numbers(np.arange(IDS))
+    fixed = initial_rows(table.options, "t", every, WIDTH, table.weights.dtype)
+    assert torch.equal(table.read(every), fixed)
+    state, compute = State(), torch.float64 if dtype == "float64" else torch.float32
+    for step in range(6):
+        ids = torch.randperm(IDS)[: 3 + 4 * step].sort().values
+        grads = torch.randn(len(ids), WIDTH, dtype=compute)
+        update(table, ids.tolist(), grads, made)
+        apply_update_to_rows(own[0], fixed, ids, grads, state, {**own[1], "key": "t"}, _zeros(fixed))
+        assert torch.equal(table.read(every), fixed)
+    assert len(table) < IDS
+
+
+def _zeros(like: Tensor) -> Any:
+    return lambda name, value: torch.zeros(like.numel(), dtype=value.dtype)
+
+
+@pytest.mark.parametrize("init", ["normal", "uniform", "constant"])
+def test_an_initial_value_depends_on_seed_name_id_and_column_alone(init: str) -> None:
+    options = HashTableOptions(7, init, 0.5)
+    rows = row_numbers(np.arange(1000))
+    values = initial_rows(options, "t", rows, 8, torch.float32)
+    some = np.array([17, 3, 999, 3])
+    assert torch.equal(
+        initial_rows(options, "t", rows[some], 8, torch.float32), values[torch.from_numpy(some)]
+    )
+    if init == "constant":
+        assert bool((values == 0.5).all())
+        return
+    for others in (options._replace(seed=8), options):
+        other = initial_rows(others, "t" if others is not options else "u", rows, 8, torch.float32)
+        assert abs(float(torch.corrcoef(torch.stack([values.flatten(), other.flatten()]))[0, 1])) < 0.05
+    assert abs(float(values.mean())) < 0.02
+    deviation = 0.5 if init == "normal" else 0.5 / 3**0.5
+    assert float(values.std()) == pytest.approx(deviation, rel=0.05)
+    assert float(values.abs().max()) <= (0.5 if init == "uniform" else 0.5 * 3.47)
+    columns = torch.corrcoef(values.T) - torch.eye(8)
+    assert float(columns.abs().max()) < 0.15
+
+
+class Model:
+    """A hash table by the rules of its options, with a dictionary, one row at a time."""
+
+    def __init__(self, options: HashTableOptions, initial: dict[int, float]) -> None:
+        self.options, self.initial = options, initial
+        self.step = 0
+        self.rows: dict[int, list[Any]] = {}
+        """id → value, step of its last gradient, number of gradients."""
+        self.waiting: dict[int, tuple[int, int]] = {}
+        """id → step of its last gradient, number of gradients."""
+        self.refused = 0
+
+    def forget(self) -> None:
+        after = self.options.expire_after
+        if after:
+            oldest = self.step + 1 - after
+            self.rows = {i: row for i, row in self.rows.items() if row[1] >= oldest}
+            self.waiting = {i: one for i, one in self.waiting.items() if one[0] >= oldest}
+
+    def read(self, id_: int) -> float:
+        return float(self.rows[id_][0]) if id_ in self.rows else self.initial[id_]
+
+    def update(self, grads: dict[int, float], times: dict[int, int]) -> None:
+        self.forget()
+        now = self.step + 1
+        for id_, grad in grads.items():
+            if id_ not in self.rows:
+                count = self.waiting.pop(id_, (0, 0))[1] + times[id_]
+                if count < self.options.admit_after:
+                    self.waiting[id_] = now, count
+                    self.refused += times[id_]
+                    continue
+                self.rows[id_] = [self.initial[id_], now, count - times[id_]]
+            row = self.rows[id_]
+            self.rows[id_] = [row[0] - grad, now, row[2] + times[id_]]
+        self.step = now
+        self.forget()
+        self._evict(grads)
+
+    def _evict(self, grads: dict[int, float]) -> None:
+        if not self.options.max_rows:
+            return
+        most = -(-self.options.max_rows // HASH_SLICES)
+        for slice_ in {_slice_of(id_) for id_ in grads}:
+            own = [id_ for id_ in self.rows if _slice_of(id_) == slice_]
+            if len(own) > most:
+                by_age = self.options.evict == "lru"
+
+                def rank(id_: int, by_age: bool = by_age) -> tuple[Any, ...]:
+                    _, age, count = self.rows[id_]
+                    return (age, count, _row(id_)) if by_age else (count, age, _row(id_))
+
+                for id_ in sorted(own, key=rank)[: len(own) - int(most * 0.9)]:
+                    del self.rows[id_]
+
+
+def _row(id_: int) -> int:
+    return int(row_numbers(np.array([id_], np.int64))[0])
+
+
+def _slice_of(id_: int) -> int:
+    return (_row(id_) % 2**64) * HASH_SLICES // 2**64
+
+
+OPTIONS = st.builds(
+    HashTableOptions,
+    seed=st.integers(0, 2),
+    init=st.just("normal"),
+    scale=st.just(1.0),
+    admit_after=st.sampled_from([1, 1, 2, 3]),
+    expire_after=st.sampled_from([0, 1, 2, 5]),
+    max_rows=st.sampled_from([0, 128, 256]),
+    evict=st.sampled_from(["lru", "lfu"]),
+)
+# Ids of two slices, so that there are many in one.
+CROWDED = [id_ for id_ in range(3000) if _slice_of(id_) in (5, 70)][:24]
+
+
+@given(
+    OPTIONS, st.lists(st.dictionaries(st.sampled_from(CROWDED), st.integers(1, 3), max_size=8), max_size=14)
+)
+@settings(max_examples=200)
+def test_rows_come_and_go_as_in_a_dictionary(options: HashTableOptions, steps: list[dict[int, int]]) -> None:
+    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    table = HashTable("t", 1, "float64", options, room=64)
+    initial = dict(zip(CROWDED, read(table, CROWDED)[:, 0].tolist(), strict=True))
+    model = Model(options, initial)
+    for times in steps:
+        grads = torch.arange(1.0, len(times) + 1, dtype=torch.float64)
+        update(table, list(times), grads[:, None], made, list(times.values()))
+        model.update(dict(zip(times, grads.tolist(), strict=True)), times)
+        assert read(table, CROWDED)[:, 0].tolist() == [model.read(id_) for id_ in CROWDED]
+        stats = table.stats()
+        assert (stats.rows, stats.refused) == (len(model.rows), model.refused)
+        assert stats.admitted - stats.evicted == len(table) >= stats.rows
+        most = sorted([(-row[2], _row(id_)) for id_, row in model.rows.items()])[:10]
+        assert list(stats.hottest) == [(row, -count) for count, row in most]
+
+
+def test_rows_that_have_expired_make_room_bit_by_bit() -> None:
+    made = optimizer_and_options("adagrad", {"learning_rate": 1.0})
+    table = HashTable("t", 4, "float32", HashTableOptions(expire_after=2), room=100_000)
+    update(table, range(20_000), torch.ones(20_000, 4), made)
+    for step in range(10):
+        update(table, [20_000 + step], torch.ones(1, 4), made)
+    assert table.stats().rows == 2  # those of the last two updates
+    assert len(table) < 10
+    update(table, range(20_000), torch.ones(20_000, 4), made)
+    assert table.end < 21_000  # their slots were taken again
+    # What was there before has left nothing behind: the first step of Adagrad has length 1.
+    step_lengths = read(table, range(20_000)) - initial_rows(
+        table.options, "t", row_numbers(np.arange(20_000)), 4, torch.float32
+    )
+    assert torch.allclose(step_lengths, torch.tensor(-1.0), atol=1e-4)
+
+
+def test_a_full_table_refuses_an_update_and_stays_as_it_is() -> None:
+    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    table = HashTable("t", 2, "float32", HashTableOptions(), room=100)
+    update(table, range(90), torch.ones(90, 2), made)
+    before = read(table, range(200))
+    with pytest.raises(OptimizerError, match="'t' has 90 rows"):
+        update(table, range(80, 95), torch.ones(15, 2), made)
+    assert torch.equal(read(table, range(200)), before)
+    assert (table.step, len(table)) == (1, 90)
+
+
+def test_another_optimizer_begins_with_the_state_of_its_own() -> None:
+    table = HashTable("t", 3, "float32", HashTableOptions(), room=100)
+    update(table, range(10), torch.ones(10, 3), optimizer_and_options("adagrad", {"learning_rate": 1.0}))
+    table.forget_state()
+    before = read(table, range(12))
+    update(
+        table, range(12), torch.ones(12, 3), optimizer_and_options("adam", {"lr": 0.5, "lazy_update": True})
+    )
+    # The first step of Adam has the length of the rate.
+    assert torch.allclose(read(table, range(12)), before - 0.5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sgd", {"momentum": 0.9, "lazy_update": False}),
+        ("adam", {"lazy_update": False}),
+        ("lars", {"lazy_update": True}),
+        ("torch:SparseAdam", {}),
+        ("torch:Adam", {}),
+    ],
+)
+def test_an_optimizer_that_needs_all_rows_is_refused(name: str, options: dict[str, Any]) -> None:
+    made = optimizer_and_options(name, options)
+    with pytest.raises(ConfigurationError, match="'t'"):
+        check_hash_table("t", *made)
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY_OPTIMIZER)
+def test_an_optimizer_that_updates_rows_one_by_one_is_accepted(name: str, options: dict[str, Any]) -> None:
+    check_hash_table("t", *optimizer_and_options(name, options))

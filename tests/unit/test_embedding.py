@@ -1,0 +1,247 @@
+"""Embeddings without a number of rows: lookups, pooling and gradients, beside gradients made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import kvtrainer
+from kvstore_server.shard.hash_table import initial_rows
+from kvstore_server.shard.id_index import row_numbers
+from kvtrainer.errors import ConfigurationError, RowSparseError
+from kvtrainer.memory import hash_table
+
+BIG = 2**63 - 1
+IDS = [5, -7, 2**53 + 1, 2**53, 5, BIG, 0, -BIG - 1, 5, 0]
+
+
+def trained(table: kvtrainer.Embedding, optimizer: str = "sgd", **options: Any) -> kvtrainer.Trainer:
+    options = options or {"learning_rate": 1.0}
+    return kvtrainer.Trainer([("t", table.weight)], optimizer, options, kvstore="local")
+
+
+def initial(table: kvtrainer.Embedding, ids: Sequence[int]) -> Tensor:
+    rows = row_numbers(np.array(ids, np.int64))
+    return initial_rows(table.weight.options, "t", rows, table.weight.shape[1], table.weight.dtype)
+
+
+def test_ids_of_any_value_have_rows_of_their_own() -> None:
+    table = kvtrainer.Embedding(4)
+    with trained(table) as trainer:
+        ids = torch.tensor(IDS).view(2, 5)
+        before = ids.clone()
+        out = table(ids)
+        assert torch.equal(out.view(-1, 4), initial(table, IDS))
+        grads = torch.arange(40.0).view(2, 5, 4)
+        out.backward(grads)
+        trainer.step(1)
+        assert torch.equal(ids, before)
+        expected = {id_: row.double() for id_, row in zip(IDS, initial(table, IDS), strict=True)}
+        for id_, grad in zip(IDS, grads.view(-1, 4), strict=True):
+            expected[id_] -= grad
+        after = table(torch.tensor(list(expected)))
+        assert torch.allclose(after.double(), torch.stack(list(expected.values())), atol=1e-6)
+        assert torch.equal(table(torch.tensor([6, 2**53 - 1])), initial(table, [6, 2**53 - 1]))
+
+
+def test_gradients_of_several_lookups_and_passes_add_up() -> None:
+    table = kvtrainer.Embedding(2)
+    with trained(table) as trainer:
+        first, second = table(torch.tensor([1, 2])), table(torch.tensor([2, 3, 3]))
+        (first.sum() + 10 * second.sum()).backward()
+        table(torch.tensor([4, 1])).sum().mul(100.0).backward()
+        trainer.step(1)
+        change = initial(table, [1, 2, 3, 4]) - table(torch.tensor([1, 2, 3, 4]))
+        assert change[:, 0].round().tolist() == [101.0, 11.0, 20.0, 100.0]
+
+
+def test_a_backward_pass_after_the_rows_have_been_numbered_anew_trains_its_own_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hash_table, "_KEPT", 4)
+    table = kvtrainer.Embedding(1, init="constant", scale=0.0)
+    with trained(table) as trainer:
+        for first in range(0, 40, 4):
+            early = table(torch.arange(first, first + 4))
+            table(torch.arange(100, 110)).sum().backward()
+            early.sum().backward()
+            trainer.step(1)
+            table.weight.grad = None
+        assert len(table.weight.handles) <= 14 + 4
+        assert table(torch.arange(40)).flatten().tolist() == [-1.0] * 40
+        assert table(torch.arange(100, 110)).flatten().tolist() == [-10.0] * 10
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("padding_idx", [None, 5])
+@pytest.mark.parametrize("form", ["offsets", "last offset", "matrix"])
+def test_bags_have_the_sums_and_gradients_made_by_hand(
+    mode: str, has_weights: bool, padding_idx: int | None, form: str
+) -> None:
+    table = kvtrainer.EmbeddingBag(
+        3, mode=mode, padding_idx=padding_idx, include_last_offset=form == "last offset", dtype=torch.float64
+    )
+    offsets = [0, 5] if form == "matrix" else [0, 0, 3, 9]
+    ends = [*offsets[1:], len(IDS)]
+    weights = torch.rand(len(IDS), dtype=torch.float64, requires_grad=True) if has_weights else None
+    grads = torch.randn(len(offsets), 3, dtype=torch.float64)
+    # 1. By hand, one position after the other.
+    factors = [1.0] * len(IDS) if weights is None else weights.tolist()
+    rows = dict(zip(IDS, initial(table, IDS), strict=True))
+    of_rows = {id_: torch.zeros(3, dtype=torch.float64) for id_ in IDS}
+    of_weights = torch.zeros(len(IDS), dtype=torch.float64)
+    expected = torch.zeros(len(offsets), 3, dtype=torch.float64)
+    for bag, (begin, end) in enumerate(zip(offsets, ends, strict=True)):
+        own = [at for at in range(begin, end) if IDS[at] != padding_idx]
+        count = max(len(own), 1) if mode == "mean" else 1
+        for at in own:
+            factor = factors[at] / count
+            expected[bag] += rows[IDS[at]] * factor
+            of_rows[IDS[at]] += grads[bag] * factor
+            of_weights[at] += float(rows[IDS[at]] @ grads[bag]) / count
+    # 2. By the table.
+    with trained(table) as trainer:
+        ids = torch.tensor(IDS)
+        if form == "matrix":
+            out = table(ids.view(2, 5), per_sample_weights=None if weights is None else weights.view(2, 5))
+        else:
+            given = [*offsets, len(IDS)] if form == "last offset" else offsets
+            out = table(ids, torch.tensor(given), weights)
+        assert torch.allclose(out, expected)
+        out.backward(grads)
+        if weights is not None:
+            assert weights.grad is not None
+            assert torch.allclose(weights.grad, of_weights)
+        trainer.step(1)
+        every = list(rows)
+        change = initial(table, every) - torch.stack(
+            [table(torch.tensor([[id_]]))[0] if id_ != padding_idx else rows[id_] for id_ in every]
+        )
+        assert torch.allclose(change, torch.stack([of_rows[id_] for id_ in every]))
+
+
+def test_the_padding_row_is_zero_and_stays_so() -> None:
+    table = kvtrainer.Embedding(2, padding_idx=3)
+    with trained(table) as trainer:
+        out = table(torch.tensor([[3, 1], [1, 3]]))
+        assert out[0, 0].tolist() == out[1, 1].tolist() == [0.0, 0.0]
+        out.sum().backward()
+        trainer.step(1)
+        assert table(torch.tensor([3])).tolist() == [[0.0, 0.0]]
+        assert bool((table(torch.tensor([1])) - initial(table, [1]) + 2.0).abs().max() < 1e-6)
+
+
+def test_gradients_of_many_lookups_of_a_row_in_half_precision_are_summed_in_float32() -> None:
+    for table in (
+        kvtrainer.Embedding(1, init="constant", scale=0.0, dtype=torch.bfloat16),
+        kvtrainer.EmbeddingBag(1, mode="sum", init="constant", scale=0.0, dtype=torch.bfloat16),
+    ):
+        with trained(table) as trainer:
+            ids = torch.full((4096,), 9)
+            args = (ids, torch.arange(4096)) if isinstance(table, kvtrainer.EmbeddingBag) else (ids,)
+            table(*args).sum().backward()
+            trainer.step(1)
+            with torch.no_grad():
+                assert float(table(*[one[:1] for one in args])) == -4096.0
+
+
+def test_no_ids_are_no_rows() -> None:
+    table = kvtrainer.Embedding(3)
+    with trained(table) as trainer:
+        out = table(torch.zeros(2, 0, dtype=torch.int64))
+        assert out.shape == (2, 0, 3)
+        out.sum().backward()
+        trainer.step(1)
+    bags = kvtrainer.EmbeddingBag(3)
+    with trained(bags):
+        assert bags(torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0])).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "ids", [[1.0], torch.tensor([2.0**24]), torch.tensor([True]), ["a"], torch.ones(1) * 1j]
+)
+def test_an_id_that_is_no_integer_is_refused(ids: Any) -> None:
+    table = kvtrainer.Embedding(3)
+    with trained(table), pytest.raises(ConfigurationError):
+        table(ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "weights"),
+    [
+        ([1, 2], None, None),
+        ([[1, 2]], [0], None),
+        ([[[1]]], None, None),
+        ([1, 2], [0, 3], None),
+        ([1, 2], [1, 2], None),
+        ([1, 2], [0, 2, 1], None),
+        ([1, 2], [0.0], None),
+        ([1, 2], [0], [1.0]),
+        ([[1, 2]], None, [1.0, 2.0]),
+    ],
+)
+def test_bags_that_do_not_fit_are_refused(ids: Any, offsets: Any, weights: Any) -> None:
+    table = kvtrainer.EmbeddingBag(3)
+    with trained(table), pytest.raises(ConfigurationError):
+        table(*[None if one is None else torch.tensor(one) for one in (ids, offsets, weights)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init": "xavier"},
+        {"scale": float("nan")},
+        {"admit_after": 0},
+        {"expire_after": -1},
+        {"max_rows": 2**40},
+        {"max_rows": 1.5},
+        {"seed": None},
+        {"scale": "1"},
+        {"dim": 0},
+        {"dim": 2.0},
+        {"evict": "random"},
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        kvtrainer.Embedding(**{"dim": 3, **options})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"), [("lars", {}), ("adam", {"lazy_update": False}), ("lamb", {})]
+)
+def test_an_optimizer_that_needs_all_rows_is_refused_and_nothing_changes(
+    optimizer: str, options: dict[str, Any]
+) -> None:
+    table = kvtrainer.Embedding(3)
+    with trained(table, optimizer, learning_rate=0.1, **options) as trainer:
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(ConfigurationError, match="'t'"):
+            trainer.step(1)
+        assert torch.equal(table(torch.tensor([1])), initial(table, [1]))
+
+
+def test_a_lookup_alone_trains_nothing_and_brings_no_row() -> None:
+    table = kvtrainer.Embedding(3, expire_after=2)
+    with trained(table, "adagrad", learning_rate=0.1) as trainer:
+        table(torch.tensor([1])).sum().backward()
+        trainer.step(1)
+        table.eval()
+        rows = table(torch.tensor([1, 2]))
+        for _ in range(5):
+            assert torch.equal(table(torch.tensor([1, 2])), rows)
+
+
+def test_a_model_with_a_table_has_a_small_state_dict() -> None:
+    model = torch.nn.Sequential(kvtrainer.Embedding(1000), torch.nn.Linear(1000, 1))
+    state = model.state_dict()
+    assert list(state) == ["1.weight", "1.bias"]
+    model.load_state_dict(state)
+    with pytest.raises(RowSparseError):
+        model[0].weight.detach()
