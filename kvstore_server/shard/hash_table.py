@@ -4,9 +4,12 @@ Rows come when they are updated first (or for the nth time, see `HashTableOption
 updated for long, or when there are too many. A row that is not there reads as its initial value, which is a function
 of its id alone (`initial_rows`), so it may be read anywhere, in any order, before or after it has come.
 
-Each row has a *slot*. All arrays (weights, optimizer state, row numbers, when it was updated last and how often) have
-as many slots as could ever be needed; the system provides their pages as they are written, so the table grows without
-copying anything.
+Each row has a *slot*. All arrays (weights, optimizer state, and `RowSlots`: row numbers, when a row was updated last
+and how often) have as many slots as could ever be needed; the system provides their pages as they are written, so the
+table grows without copying anything. Rows that may not come yet are counted in slots of their own.
+
+With a `Journal`, the arrays are in memory that outlives the process, and rows are protected before they are written. A
+process that finds the arrays of a former one rebuilds only the index (`restore`).
 
 Invariants:
 
@@ -18,6 +21,8 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +34,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype, torch_dtype
-from kvstore_server.errors import ConfigurationError, OptimizerError
+from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.optimizer.apply import (
     applies_to_rows_alone,
     apply_update,
@@ -37,9 +42,10 @@ from kvstore_server.optimizer.apply import (
     is_half,
     update_rows_with_state,
 )
-from kvstore_server.optimizer.base import Hyper, Optimizer, Values
+from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
 from kvstore_server.optimizer.rows import gather_rows, scatter_rows
 from kvstore_server.optimizer.state import State
+from kvstore_server.optimizer.trees import decode_tree_entry, encode_tree_entry
 from kvstore_server.plan import HASH_SLICES, HashTableOptions, slices_of_hashes
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints
@@ -47,6 +53,8 @@ from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints
 Counts = npt.NDArray[np.int32]
 AllocateTable = Callable[[str, int], Tensor]
 """(name, bytes) → that much memory as uint8, zero, whose pages are provided as they are written."""
+ProtectRows = Callable[[Tensor, Ints], object]
+"""Keeps these rows of an array, which are changed next, until the change is complete."""
 
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE: memory of the mapping is not counted before it is used."""
@@ -149,6 +157,135 @@ def check_hash_table(name: str, optimizer: Optimizer, hyper: Hyper) -> None:
         )
 
 
+_SLOT = np.dtype([("row", "<i8"), ("touched", "<i4"), ("count", "<i4")])
+_STEP, _HAS_STATE, _END, _SWEPT, _CANDIDATES_END, _CANDIDATES_SWEPT, _ADMITTED = range(7)
+_REFUSED, _EVICTED = _ADMITTED + HASH_SLICES, _ADMITTED + 2 * HASH_SLICES
+_HEAD = _ADMITTED + 3 * HASH_SLICES
+"""Numbers of a table; those of what has happened are kept by slice."""
+_ENTRIES = 4096
+"""Bytes for the names of the arrays of the optimizer's state, and for its numbers."""
+_ONLY: Ints = np.zeros(1, np.int64)
+"""The only row of a matrix."""
+
+
+_CANDIDATE, _STATE = "candidate ", "state "
+"""Begin of the names of what `slice_state` has of rows that may not come yet, and of the optimizer's state."""
+
+
+def _checked_rows(given: Mapping[str, StateValue], begin: str, number: int) -> Ints:
+    """Return the row numbers that `slice_state` has returned. Raises ProtocolError if they cannot be that."""
+    found = [given.get(begin + name) for name in ("rows", "touched", "counts")]
+    dtypes = [one.dtype if isinstance(one, Tensor) and one.dim() == 1 else None for one in found]
+    if dtypes == [torch.int64, torch.int32, torch.int32]:
+        rows, touched, _ = map(np.asarray, found)
+        is_here = bool((slices_of_hashes(rows) == number).all() and (rows[1:] > rows[:-1]).all())
+        if (
+            is_here
+            and len({len(one) for one in found if isinstance(one, Tensor)}) == 1
+            and (touched > 0).all()
+        ):
+            checked: Ints = rows.astype(np.int64, copy=False)
+            return checked
+    raise ProtocolError(
+        f"the {begin}rows of slice {number} of a hash table are not distinct, ascending and of that slice"
+    )
+
+
+class RowSlots:
+    """Which row is in which slot, when it was updated last, and how often. Not thread-safe.
+
+    Args:
+        memory: Of 16 bytes a slot.
+        head: Numbers of the table, of which two are `end` and `swept`.
+        at: Where these are.
+        protect: Is called before slots are changed.
+    """
+
+    def __init__(self, memory: Tensor, head: Ints, at: int, protect: ProtectRows) -> None:
+        self.memory = memory.view(-1, _SLOT.itemsize)
+        slots = memory.reshape(-1).numpy().view(_SLOT)
+        self.rows: Ints = slots["row"]
+        """The row number of each slot."""
+        self.touched: Counts = slots["touched"]
+        """The step in which each row was updated last, counted from 1; 0: the slot is free."""
+        self.counts: Counts = slots["count"]
+        """How many gradients of each row there were."""
+        self._head, self._at, self._protect = head, at, protect
+        self._index = IdIndex(self.rows)
+        self._free: list[Ints] = []
+        self._num_free = 0
+
+    def __len__(self) -> int:
+        return self.end - self._num_free
+
+    @property
+    def end(self) -> int:
+        """Slots from here on have never been taken."""
+        return int(self._head[self._at])
+
+    @property
+    def nbytes(self) -> int:
+        return self.end * _SLOT.itemsize + self._index.nbytes
+
+    def restore(self) -> None:
+        """Find the rows of a former process again."""
+        is_live = self.touched[: self.end] > 0
+        self._index = IdIndex(self.rows)
+        self._index.insert(np.flatnonzero(is_live))
+        self._free = [np.flatnonzero(~is_live)]
+        self._num_free = len(self._free[0])
+
+    def find(self, rows: Ints) -> Ints:
+        """Return the slot of each row; -1: it has none."""
+        return self._index.find(rows)
+
+    def live(self) -> Ints:
+        return np.flatnonzero(self.touched[: self.end])
+
+    def take(self, rows: Ints) -> Ints:
+        """Give slots to rows (distinct) that have none; the caller touches them."""
+        found: list[Ints] = []
+        count = len(rows)
+        while count and self._free:
+            part = self._free.pop()
+            if len(part) > count:
+                self._free.append(part[count:])
+                part = part[:count]
+            found.append(part)
+            count -= len(part)
+            self._num_free -= len(part)
+        found.append(np.arange(self.end, self.end + count))
+        self._head[self._at] += count
+        slots = np.concatenate(found)
+        self.protect(slots)
+        self.rows[slots], self.counts[slots] = rows, 0
+        self._index.insert(slots)
+        return slots
+
+    def touch(self, slots: Ints, step: int, times: Ints) -> None:
+        self.touched[slots] = step
+        self.counts[slots] += times.astype(np.int32)
+
+    def protect(self, slots: Ints) -> None:
+        self._protect(self.memory, slots)
+
+    def remove(self, slots: Ints) -> None:
+        if len(slots):
+            self.protect(slots)
+            self._index.remove(slots)
+            self.touched[slots] = 0
+            self._free.append(slots)
+            self._num_free += len(slots)
+
+    def next(self, count: int) -> Ints:
+        """Return the next slots of a round over all; after the last one comes the first."""
+        if not self.end:
+            return np.zeros(0, np.int64)
+        slots: Ints = (np.arange(min(count, self.end)) + self._head[self._at + 1]) % self.end
+        self._head[self._at + 1] = slots[-1] + 1
+        return slots
+
+
 class HashTable:
     """The rows of a hash table on one server, with their optimizer state. Not thread-safe.
 
@@ -156,7 +293,8 @@ class HashTable:
         name: The name of the key.
         width: Elements of a row.
         dtype: Of the weights, as named in plans.
-        allocate: Memory of the arrays.
+        allocate: Memory of the arrays. What a former process has left there is found by `restore`.
+        protect: Is called before rows of an array are changed.
         room: Slots to reserve; 0: as many as can fit into the memory of this machine.
     """
 
@@ -167,63 +305,78 @@ class HashTable:
         dtype: str,
         options: HashTableOptions,
         allocate: AllocateTable = table_memory,
+        protect: ProtectRows = lambda _array, _slots: None,
         room: int = 0,
     ) -> None:
         self.name, self.width, self.dtype, self.options = name, width, torch_dtype(dtype), options
-        self._allocate_memory = allocate
+        self._allocate, self._protect = allocate, protect
         self.room = room or slots_that_fit(width * self.dtype.itemsize)
-        self.step = 0
-        """Updates of the table: the clock of its policies."""
+        memory = allocate("head", 8 * _HEAD + _ENTRIES)[: 8 * _HEAD + _ENTRIES]
+        self._head_memory = memory[: 8 * _HEAD].view(1, -1)
+        self._head: Ints = memory[: 8 * _HEAD].view(torch.int64).numpy()
+        self._entries = memory[8 * _HEAD :].view(1, -1)
+        """What the optimizer's state consists of."""
+        self.slots = RowSlots(
+            self._reserve("slots", torch.uint8, (_SLOT.itemsize,)), self._head, _END, protect
+        )
+        candidates = self.slots.memory[:0]
+        if options.admit_after > 1:
+            candidates = self._reserve("candidates", torch.uint8, (_SLOT.itemsize,))
+        self._candidates = RowSlots(candidates.view(-1), self._head, _CANDIDATES_END, protect)
         self.weights = self._reserve("weights", self.dtype, (width,))
         self.values: Values = {}
         """The optimizer's state: numbers, and arrays with a row for each slot."""
-        self.has_state = False
         self.master: Tensor | None = None
         """float32 copies of half-precision weights."""
-        self.rows: Ints = self._reserve("rows", torch.int64, ()).numpy()
-        """The row number of each slot."""
-        self.touched: Counts = self._reserve("touched", torch.int32, ()).numpy()
-        """The update in which each row was updated last, counted from 1; 0: the slot is free."""
-        self.counts: Counts = self._reserve("counts", torch.int32, ()).numpy()
-        """How many gradients of each row there were."""
-        self.end = 0
-        """Slots from here on have never been taken."""
-        self._free: list[Ints] = []
-        self._num_free = 0
-        self._index = IdIndex(self.rows)
-        self._candidates = _Candidates(options)
-        self._swept = 0
         self._in_slice = np.zeros(HASH_SLICES, np.int64)
-        self.num_admitted = self.num_refused = self.num_evicted = 0
+
+    def restore(self) -> None:
+        """Go on with what a former process had."""
+        data = bytes(self._entries.numpy()).rstrip(b"\0")
+        for name, (value, dtype, shape) in (json.loads(data) if data and self.has_state else {}).items():
+            entry = value if dtype is None else self._reserve(f"state.{name}", torch_dtype(dtype), shape)
+            if name == "master":
+                self.master = entry
+            else:
+                self.values[name] = entry if dtype is not None else decode_tree_entry(value)
+        for slots in (self.slots, self._candidates):
+            slots.restore()
+        self._in_slice[:] = self._count_by_slice(self.slots.rows[self.slots.live()])
 
     # ---------------------------------------------------------------- reading
 
     def __len__(self) -> int:
         """Return how many rows there are, those included that have expired but have not been removed."""
-        return self.end - self._num_free
+        return len(self.slots)
+
+    @property
+    def step(self) -> int:
+        """Updates of the table: the clock of its rules."""
+        return int(self._head[_STEP])
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self._head[_HAS_STATE])
 
     def read(self, rows: Ints) -> Tensor:
         """Copy rows, in this order; those that are not there have their initial values."""
-        slots = self._present(rows)
+        slots = self.slots.find(rows)
+        slots[(slots >= 0) & self._have_expired(self.slots, slots)] = -1
+        return self._read_slots(rows, slots)
+
+    def _read_slots(self, rows: Ints, slots: Ints) -> Tensor:
         found = self.weights.index_select(0, torch.from_numpy(np.maximum(slots, 0)))
         missing = np.flatnonzero(slots < 0)
         if len(missing):
             found[torch.from_numpy(missing)] = self._initial(rows[missing])
         return found
 
-    def _present(self, rows: Ints) -> Ints:
-        """Return the slots of rows as the next update sees them; -1: the row is not there."""
-        slots = self._index.find(rows)
-        if self.options.expire_after:
-            has_expired = (slots >= 0) & self._have_expired(slots)
-            slots[has_expired] = -1
-        return slots
-
-    def _have_expired(self, slots: Ints) -> npt.NDArray[np.bool_]:
+    def _have_expired(self, slots: RowSlots, which: Ints) -> npt.NDArray[np.bool_]:
+        """Return whether rows are gone for the next update."""
         after = self.options.expire_after
-        return (
-            np.asarray(self.touched[slots] < self.step + 1 - after) if after else np.zeros(len(slots), bool)
-        )
+        if not after:
+            return np.zeros(len(which), bool)
+        return np.asarray(slots.touched[which] < self.step + 1 - after)
 
     def _initial(self, rows: Ints) -> Tensor:
         return initial_rows(self.options, self.name, rows, self.width, self.dtype)
@@ -231,47 +384,48 @@ class HashTable:
     # ---------------------------------------------------------------- updates
 
     def update(self, rows: RowSet, times: Ints, optimizer: Optimizer, hyper: Hyper) -> None:
-        """Update rows once, and let rows come and go.
+        """Update rows once, and let rows come and go. There must be room for them (`check_room`).
 
         Args:
             rows: Row numbers, distinct and ascending, and the sum of their gradients.
             times: How many gradients each row got.
-
-        There must be room for them (`check_room`).
         """
-        numbers = rows.ids.numpy()
-        # 1. Rows that have expired are new again, rows that are not there may come.
-        slots = self._index.find(numbers)
-        known = np.flatnonzero(slots >= 0)
-        expired = known[self._have_expired(slots[known])]
-        if len(expired):
-            self._remove(slots[expired])
-            slots[expired] = -1
-        missing = np.flatnonzero(slots < 0)
-        if len(missing):
-            counts = times[missing]
-            if self.options.admit_after > 1:
-                counts = self._candidates.count(numbers[missing], counts, self.step + 1)
-            is_in = counts >= self.options.admit_after
-            self.num_refused += int(times[missing[~is_in]].sum())
-            missing = missing[is_in]
-            if not self.has_state:
-                self._create_state(optimizer)
-            slots[missing] = self._take(numbers[missing], counts[is_in] - times[missing], optimizer)
-        # 2. Update those that are there.
-        here = np.flatnonzero(slots >= 0)
-        values = rows.values
-        if len(here) < len(slots):
-            slots, times, values = slots[here], times[here], values.index_select(0, torch.from_numpy(here))
+        numbers, now = rows.ids.numpy(), self.step + 1
+        self._protect(self._head_memory, _ONLY)
         if not self.has_state:
             self._create_state(optimizer)
-        self.touched[slots] = self.step + 1
-        self.counts[slots] += times.astype(np.int32)
+        # 1. Rows that have expired are new again, rows that are not there may come.
+        slots = self.slots.find(numbers)
+        known = np.flatnonzero(slots >= 0)
+        expired = known[self._have_expired(self.slots, slots[known])]
+        self._remove(slots[expired])
+        slots[expired] = -1
+        missing = np.flatnonzero(slots < 0)
+        if len(missing):
+            missing, former = self._admit(numbers, missing, times)
+            slots[missing] = self._take(numbers[missing], former, optimizer)
+        # 2. Update those that are there.
+        here, values = np.flatnonzero(slots >= 0), rows.values
+        if len(here) < len(slots):
+            slots, times, values = slots[here], times[here], values.index_select(0, torch.from_numpy(here))
+        self._protect_rows(slots)
+        self.slots.touch(slots, now, times)
         self._apply(optimizer, torch.from_numpy(slots), values, hyper)
+        self._head[_STEP] = now
         # 3. Rows that were not updated for long go bit by bit; slices with too many rows lose some.
-        self._sweep(max(_SWEPT * len(numbers), _SWEPT_AT_LEAST))
+        if self.options.expire_after:
+            self._sweep(max(_SWEPT * len(numbers), _SWEPT_AT_LEAST))
         if self.options.max_rows:
             self._evict_from(np.unique(slices_of_hashes(numbers)))
+
+    def _protect_rows(self, slots: Ints) -> None:
+        self.slots.protect(slots)
+        for array in self._arrays():
+            self._protect(array, slots)
+
+    def _arrays(self) -> list[Tensor]:
+        own = [] if self.master is None else [self.master]
+        return [self.weights, *filter(_is_array, self.values.values()), *own]
 
     def _apply(self, optimizer: Optimizer, slots: Tensor, grads: Tensor, hyper: Hyper) -> None:
         hyper = {**hyper, "key": self.name}
@@ -281,7 +435,21 @@ class HashTable:
         else:
             update_rows_with_state(optimizer, self.weights, slots, grads, state, hyper, self._new_entry)
             self.values = state.values
-        self.step += 1
+        self._keep_entries()
+
+    def _keep_entries(self) -> None:
+        """Write down what the optimizer's state consists of, if that has changed."""
+        named = self.values if self.master is None else {**self.values, "master": self.master}
+        found: dict[str, tuple[Any, str | None, Sequence[int]]] = {}
+        for name, value in named.items():
+            if _is_array(value):
+                found[name] = None, _name_of(value.dtype), value.shape[1:]
+            else:
+                found[name] = encode_tree_entry(value), None, ()
+        data = json.dumps(found).encode().ljust(_ENTRIES, b"\0") if found else bytes(_ENTRIES)
+        if data != bytes(self._entries.numpy()):
+            self._protect(self._entries, _ONLY)
+            self._entries.view(-1).numpy()[:] = np.frombuffer(data, np.uint8)
 
     def _apply_sparse(
         self, optimizer: Optimizer, slots: Tensor, grads: Tensor, state: State, hyper: Hyper
@@ -309,74 +477,87 @@ class HashTable:
             scatter_rows(self.master, slots, part.master)
 
     def forget_state(self) -> None:
-        """Forget the optimizer's state, because another optimizer follows."""
-        self.values, self.has_state, self.step = {}, False, 0
-        self.touched[: self.end][self.touched[: self.end] > 0] = 1
+        """Forget the optimizer's state, because another optimizer follows. The clock begins anew."""
+        self._protect(self._head_memory, _ONLY)
+        live = self.slots.live()
+        self.slots.protect(live)
+        self.slots.touched[live] = 1
+        self._head[_STEP] = self._head[_HAS_STATE] = 0
+        self.values, self.master = {}, None
 
     # ---------------------------------------------------------------- rows that come
 
     def check_room(self, count: int) -> None:
         """Raise OptimizerError if there is no room for so many rows more."""
-        if self.end - self._num_free + count > self.room:
+        if max(len(self.slots), len(self._candidates)) + count > self.room:
             raise OptimizerError(
                 f"the hash table {self.name!r} has {len(self)} rows on this server, which has memory for {self.room}; "
                 "use more servers, or let rows expire (expire_after) or be evicted (max_rows)"
             )
 
+    def _admit(self, numbers: Ints, missing: Ints, times: Ints) -> tuple[Ints, Ints]:
+        """Count the gradients of rows that are not there.
+
+        Returns which of `missing` come now, and how many gradients they had before.
+        """
+        if self.options.admit_after == 1:
+            return missing, np.zeros(len(missing), np.int64)
+        candidates, rows, own = self._candidates, numbers[missing], times[missing]
+        slots = candidates.find(rows)
+        known = np.flatnonzero(slots >= 0)
+        old = known[self._have_expired(candidates, slots[known])]
+        new = np.flatnonzero(slots < 0)
+        slots[new] = candidates.take(rows[new])
+        candidates.protect(slots)
+        candidates.counts[slots[old]] = 0
+        candidates.touch(slots, self.step + 1, own)
+        counts = candidates.counts[slots].astype(np.int64)
+        is_in = counts >= self.options.admit_after
+        candidates.remove(slots[is_in])
+        np.add.at(self._head, _REFUSED + slices_of_hashes(rows[~is_in]), own[~is_in])
+        return missing[is_in], counts[is_in] - own[is_in]
+
     def _take(self, rows: Ints, counts: Ints, optimizer: Optimizer) -> Ints:
         """Give slots to rows that are not there; they have their initial values then."""
-        slots = self._free_slots(len(rows))
-        where, weights = torch.from_numpy(slots), self._initial(rows)
-        self.rows[slots], self.counts[slots] = rows, counts
+        slots, weights = self.slots.take(rows), self._initial(rows)
+        self._protect_rows(slots)
+        self.slots.counts[slots] = counts
+        where = torch.from_numpy(slots)
         scatter_rows(self.weights, where, weights)
-        if self.has_state:
-            self._initialise(optimizer, where, weights)
-        self._index.insert(slots)
-        np.add.at(self._in_slice, slices_of_hashes(rows), 1)
-        self.num_admitted += len(rows)
+        self._initialise(optimizer, where, weights)
+        coming = self._count_by_slice(rows)
+        self._in_slice += coming
+        self._head[_ADMITTED:_REFUSED] += coming
         return slots
-
-    def _free_slots(self, count: int) -> Ints:
-        found: list[Ints] = []
-        while count and self._free:
-            part = self._free.pop()
-            if len(part) > count:
-                self._free.append(part[count:])
-                part = part[:count]
-            found.append(part)
-            count -= len(part)
-            self._num_free -= len(part)
-        found.append(np.arange(self.end, self.end + count))
-        self.end += count
-        return np.concatenate(found)
 
     def _create_state(self, optimizer: Optimizer) -> None:
         """Create the optimizer's state of all rows."""
-        self.has_state = True
+        self._head[_HAS_STATE] = 1
         if is_half(self.weights) and optimizer.multi_precision:
-            self.master = self._reserve("master", torch.float32, (self.width,))
-        if not self.end:
-            self._initialise(optimizer, torch.zeros(0, dtype=torch.int64, device="cpu"), self.weights[:0])
-        for first in range(0, self.end, _BLOCK):
-            slots = torch.arange(first, min(first + _BLOCK, self.end), device="cpu")
-            self._initialise(optimizer, slots, self.weights[first : first + _BLOCK])
+            self.master = self._reserve("state.master", torch.float32, (self.width,))
+        for first in range(0, max(self.slots.end, 1), _BLOCK):
+            slots = np.arange(first, min(first + _BLOCK, self.slots.end))
+            self._initialise(optimizer, torch.from_numpy(slots), self.weights[first : first + len(slots)])
 
     def _initialise(self, optimizer: Optimizer, slots: Tensor, weights: Tensor) -> None:
+        """Give rows the state before their first update."""
         wide = weights.float() if is_half(weights) else weights
         if self.master is not None:
+            self._protect(self.master, slots.numpy())
             scatter_rows(self.master, slots, wide)
-        for name, value in create_state_of_rows(optimizer, wide).items():
+        created = create_state_of_rows(optimizer, wide)
+        for name, value in created.items():
             if not _is_array(value):
                 self.values.setdefault(name, value)
                 continue
             entry = self.values.get(name)
             if entry is None:
                 entry = self.values[name] = self._new_entry(name, value)
+            self._protect(entry, slots.numpy())
             scatter_rows(entry, slots, value.to(entry.dtype))
         # Entries that came with a later update are zero before it.
-        known = create_state_of_rows(optimizer, wide[:0]).keys()
         for name, entry in self.values.items():
-            if name not in known and _is_array(entry) and len(slots):
+            if name not in created and _is_array(entry):
                 scatter_rows(entry, slots, entry.new_zeros(len(slots), *entry.shape[1:]))
 
     def _new_entry(self, name: str, like: Tensor) -> Tensor:
@@ -386,32 +567,32 @@ class HashTable:
         return self._reserve(f"state.{name}", dtype, shape)
 
     def _reserve(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        count = self.room
-        for size in shape:
-            count *= size
-        memory = self._allocate_memory(name, count * dtype.itemsize)
+        count = math.prod((self.room, *shape))
+        memory = self._allocate(
+            f"{name}.{_name_of(dtype)}.{'x'.join(map(str, shape))}", count * dtype.itemsize
+        )
         return memory[: count * dtype.itemsize].view(dtype).view(self.room, *shape)
 
     # ---------------------------------------------------------------- rows that go
 
     def _remove(self, slots: Ints) -> None:
-        if not len(slots):
-            return
-        self._index.remove(slots)
-        np.subtract.at(self._in_slice, slices_of_hashes(self.rows[slots]), 1)
-        self.touched[slots] = 0
-        self._free.append(slots)
-        self._num_free += len(slots)
-        self.num_evicted += len(slots)
+        if len(slots):
+            going = self._count_by_slice(self.slots.rows[slots])
+            self._in_slice -= going
+            self._head[_EVICTED:] += going
+            self.slots.remove(slots)
+
+    @staticmethod
+    def _count_by_slice(rows: Ints) -> Ints:
+        return np.bincount(slices_of_hashes(rows), minlength=HASH_SLICES)
 
     def _sweep(self, count: int) -> None:
         """Remove rows that have expired from the next slots."""
-        if not self.options.expire_after or not self.end:
-            return
-        self._candidates.sweep(count, self.step)
-        slots = _next_slots(self._swept, count, self.end)
-        self._remove(slots[(self.touched[slots] > 0) & self._have_expired(slots)])
-        self._swept = int(slots[-1]) + 1
+        which = self.slots.next(count)
+        self._remove(which[(self.slots.touched[which] > 0) & self._have_expired(self.slots, which)])
+        which = self._candidates.next(count)
+        has_expired = self._have_expired(self._candidates, which)
+        self._candidates.remove(which[(self._candidates.touched[which] > 0) & has_expired])
 
     def _evict_from(self, slices: Ints) -> None:
         """Remove rows of slices that have too many: those least recently, or least often, updated; then by number."""
@@ -419,120 +600,142 @@ class HashTable:
         crowded = slices[self._in_slice[slices] > most]
         if not len(crowded):
             return
-        live = np.flatnonzero(self.touched[: self.end])
-        of_slice = slices_of_hashes(self.rows[live])
+        slots = self.slots
+        live = slots.live()
+        of_slice = slices_of_hashes(slots.rows[live])
         for slice_ in crowded.tolist():
             own = live[of_slice == slice_]
             # Rows that have expired do not count, whether they have been removed yet or not.
-            has_expired = self._have_expired(own)
+            has_expired = self._have_expired(slots, own)
             self._remove(own[has_expired])
             own = own[~has_expired]
             if len(own) <= most:
                 continue
-            rows, ages, counts = self.rows[own], self.touched[own], self.counts[own]
+            rows, ages, counts = slots.rows[own], slots.touched[own], slots.counts[own]
             order = np.lexsort((rows, counts, ages) if self.options.evict == "lru" else (rows, ages, counts))
             self._remove(own[order[: len(own) - int(most * _CROWDED)]])
+
+    # ---------------------------------------------------------------- slices, to be moved and saved
+
+    def slice_state(self, number: int) -> dict[str, StateValue]:
+        """Copy all of a slice: its rows, ascending, their state, and the rows that may not come yet."""
+        found: dict[str, StateValue] = {}
+        for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):
+            which = self._slots_of_slice(slots, number)
+            found[f"{begin}rows"] = torch.from_numpy(slots.rows[which])
+            found[f"{begin}touched"] = torch.from_numpy(slots.touched[which])
+            found[f"{begin}counts"] = torch.from_numpy(slots.counts[which])
+            if slots is self.slots:
+                for name, array in self._named_arrays().items():
+                    found[name] = array.index_select(0, torch.from_numpy(which))
+        own = self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]]
+        found["figures"] = torch.from_numpy(own)[None]
+        found |= {f"{_STATE}{name}": value for name, value in self.values.items() if not _is_array(value)}
+        return found
+
+    def _named_arrays(self) -> dict[str, Tensor]:
+        own = {} if self.master is None else {"wide weights": self.master}
+        state = {f"{_STATE}{name}": value for name, value in self.values.items() if _is_array(value)}
+        return {"weights": self.weights, **own, **state}
+
+    def _slots_of_slice(self, slots: RowSlots, number: int) -> Ints:
+        """Return the slots of a slice's rows, in the order of their numbers."""
+        live = slots.live()
+        live = live[slices_of_hashes(slots.rows[live]) == number]
+        found: Ints = live[slots.rows[live].argsort()]
+        return found
+
+    def clear_slice(self, number: int) -> None:
+        """Forget all of a slice."""
+        self._protect(self._head_memory, _ONLY)
+        self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]] = self._in_slice[number] = 0
+        self._head[_STEP] = 0
+        for slots in (self.slots, self._candidates):
+            slots.remove(self._slots_of_slice(slots, number))
+
+    def put_slice_state(self, number: int, step: int, given: Mapping[str, StateValue]) -> None:
+        """Replace all of a slice by what `slice_state` has returned, after so many updates.
+
+        Raises:
+            ProtocolError: It does not fit this table; nothing has changed.
+            OptimizerError: There is no room for it; nothing has changed.
+        """
+        # 1. Check it.
+        rows = {begin: _checked_rows(given, begin, number) for begin in ("", _CANDIDATE)}
+        arrays = {
+            name: value for name, value in given.items()
+            if _is_array(value) and (name in ("weights", "wide weights") or name.startswith(_STATE))
+        }  # fmt: skip
+        fits = all([len(value) == len(rows[""]) for value in arrays.values()])
+        weights, figures = arrays.get("weights"), given.get("figures")
+        fits = fits and weights is not None and tuple(weights.shape[1:]) == (self.width,)
+        if (
+            not fits
+            or weights is None
+            or weights.dtype != self.dtype
+            or tuple(getattr(figures, "shape", ())) != (1, 3)
+        ):
+            raise ProtocolError(
+                f"this is not a slice of hash table {self.name!r}, whose rows have {self.width} elements"
+            )
+        former = {
+            begin: self._slots_of_slice(slots, number)
+            for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates))
+        }
+        if not len(self._candidates.memory):
+            rows[_CANDIDATE] = rows[_CANDIDATE][:0]  # all rows may come now
+        self.check_room(max(len(rows[begin]) - len(former[begin]) for begin in rows))
+        # 2. Replace the rows.
+        self._protect(self._head_memory, _ONLY)
+        for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):
+            slots.remove(former[begin])
+            taken, count = slots.take(rows[begin]), len(rows[begin])
+            slots.touched[taken] = np.asarray(given[f"{begin}touched"])[:count]
+            slots.counts[taken] = np.asarray(given[f"{begin}counts"])[:count]
+            if slots is self.slots:
+                self._put_arrays(taken, arrays, given)
+        # 3. The numbers of the slice and of the table.
+        self._in_slice[number] = len(rows[""])
+        self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]] = np.asarray(figures)[0]
+        self._head[_STEP] = step
+        self._keep_entries()
+
+    def _put_arrays(self, slots: Ints, arrays: Mapping[str, Tensor], given: Mapping[str, StateValue]) -> None:
+        state = {name.removeprefix(_STATE): value for name, value in given.items() if name.startswith(_STATE)}
+        for name, value in state.items():
+            if not _is_array(value):
+                self.values[name] = value
+            elif name not in self.values:
+                self.values[name] = self._new_entry(name, value)
+        if "wide weights" in arrays and self.master is None:
+            self.master = self._reserve("state.master", torch.float32, (self.width,))
+        self._head[_HAS_STATE] |= bool(state) or "wide weights" in arrays
+        for name, array in self._named_arrays().items():
+            self._protect(array, slots)
+            value = arrays.get(name)
+            if value is None:
+                value = array.new_zeros(len(slots), *array.shape[1:])
+            scatter_rows(array, torch.from_numpy(slots), value.to(array.dtype))
 
     # ---------------------------------------------------------------- figures
 
     def stats(self, hottest: int = 10) -> HashTableStats:
-        touched = self.touched[: self.end]
-        is_live = touched > 0
-        if self.options.expire_after:
-            is_live &= touched >= self.step + 1 - self.options.expire_after
-        live = np.flatnonzero(is_live)
-        counts = self.counts[live]
-        most = np.lexsort((self.rows[live], -counts.astype(np.int64)))[:hottest] if len(live) else live
-        arrays = [self.weights, *filter(_is_array, self.values.values())]
-        arrays += [] if self.master is None else [self.master]
-        nbytes = sum([array[: self.end].nbytes for array in arrays])
-        nbytes += self.end * (8 + 4 + 4) + self._index.nbytes + self._candidates.nbytes
+        slots = self.slots
+        live = slots.live()
+        live = live[~self._have_expired(slots, live)]
+        counts = slots.counts[live]
+        most = np.lexsort((slots.rows[live], -counts.astype(np.int64)))[:hottest]
+        admitted, refused, evicted = self._head[_ADMITTED:].reshape(3, HASH_SLICES).sum(1).tolist()
         return HashTableStats(
             rows=len(live),
-            admitted=self.num_admitted,
-            refused=self.num_refused,
-            evicted=self.num_evicted,
-            nbytes=nbytes,
-            hottest=list(zip(self.rows[live[most]].tolist(), counts[most].tolist(), strict=True)),
+            admitted=admitted,
+            refused=refused,
+            evicted=evicted,
+            nbytes=sum([array[: slots.end].nbytes for array in self._arrays()])
+            + slots.nbytes
+            + self._candidates.nbytes,
+            hottest=list(zip(slots.rows[live[most]].tolist(), counts[most].tolist(), strict=True)),
         )
-
-
-class _Candidates:
-    """Rows that have not come yet, with the number of their gradients. They expire as rows do.
-
-    Args:
-        options: Of the table.
-    """
-
-    def __init__(self, options: HashTableOptions) -> None:
-        self._after = options.expire_after
-        self._admit_after = options.admit_after
-        self._rows: Ints = np.zeros(1024, np.int64)
-        self._counts: Counts = np.zeros(1024, np.int32)
-        self._touched: Counts = np.zeros(1024, np.int32)
-        self._index = IdIndex(self._rows)
-        self._end = 0
-        self._free: list[Ints] = []
-        self._swept = 0
-
-    @property
-    def nbytes(self) -> int:
-        arrays: Sequence[Any] = (self._rows, self._counts, self._touched, self._index)
-        return sum([array.nbytes for array in arrays]) if self._admit_after > 1 else 0
-
-    def count(self, rows: Ints, times: Ints, now: int) -> Ints:
-        """Count gradients of rows (distinct), and return how many each has had. Rows that are admitted are removed."""
-        slots = self._index.find(rows)
-        known = np.flatnonzero(slots >= 0)
-        if self._after:
-            old = slots[known[self._touched[slots[known]] < now - self._after]]
-            self._counts[old] = 0
-        new = np.flatnonzero(slots < 0)
-        if len(new):
-            slots[new] = self._take(rows[new])
-        self._counts[slots] += times.astype(np.int32)
-        self._touched[slots] = now
-        counts = self._counts[slots].astype(np.int64)
-        self._remove(slots[counts >= self._admit_after])
-        return counts
-
-    def _take(self, rows: Ints) -> Ints:
-        found = self._free.pop() if self._free else np.zeros(0, np.int64)
-        if len(found) > len(rows):
-            self._free.append(found[len(rows) :])
-            found = found[: len(rows)]
-        more = len(rows) - len(found)
-        if self._end + more > len(self._rows):
-            size = max(2 * len(self._rows), self._end + more)
-            self._rows, self._counts, self._touched = (
-                np.concatenate([array, np.zeros(size - len(array), array.dtype)])
-                for array in (self._rows, self._counts, self._touched)
-            )
-            self._index.rows = self._rows
-        slots = np.concatenate([found, np.arange(self._end, self._end + more)])
-        self._end += more
-        self._rows[slots], self._counts[slots] = rows, 0
-        self._index.insert(slots)
-        return slots
-
-    def _remove(self, slots: Ints) -> None:
-        if len(slots):
-            self._index.remove(slots)
-            self._touched[slots] = 0
-            self._free.append(slots)
-
-    def sweep(self, count: int, now: int) -> None:
-        """Remove candidates that have expired from the next slots."""
-        if self._end:
-            slots = _next_slots(self._swept, count, self._end)
-            touched = self._touched[slots]
-            self._remove(slots[(touched > 0) & (touched < now - self._after)])
-            self._swept = int(slots[-1]) + 1
-
-
-def _next_slots(at: int, count: int, end: int) -> Ints:
-    """Return the next slots from `at` on, each at most once; after the last one comes the first."""
-    return (np.arange(min(count, end)) + at) % end
 
 
 def _is_array(value: object) -> TypeGuard[Tensor]:

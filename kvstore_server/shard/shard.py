@@ -38,7 +38,7 @@ from kvstore_server.optimizer import Optimizer, State, States, apply_update, app
 from kvstore_server.optimizer.apply import applies_to_rows, applies_to_rows_alone
 from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, scatter_rows
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.plan import Ints, Plan, Slice, row_numel
+from kvstore_server.plan import HashTableOptions, Ints, Plan, Slice, TensorSpec, row_numel
 from kvstore_server.protocol.rows import Parts, RowSet, cut_rows
 from kvstore_server.shard.hash_table import HashTable
 from kvstore_server.shard.norms import (
@@ -124,10 +124,28 @@ class Shard:
         for at in sorted(unit.keys):
             spec = plan.specs[at]
             if spec.hash_table is not None:
-                table = HashTable(spec.key, row_numel(spec), spec.dtype, spec.hash_table)
-                self.hash_tables[unit.first_key + at] = table
+                key = unit.first_key + at
+                self.hash_tables[key] = self._make_hash_table(key, spec, spec.hash_table)
         self.counts = np.concatenate([self.counts, np.zeros(len(plan.specs), np.int64)])
         return unit
+
+    def _make_hash_table(self, key: int, spec: TensorSpec, options: HashTableOptions) -> HashTable:
+        journal = self._journal
+        if journal is None:
+            return HashTable(spec.key, row_numel(spec), spec.dtype, options)
+        begin = f"{self.storage.name}.hash{key}."
+
+        def allocate(name: str, nbytes: int) -> Tensor:
+            return journal.memory.take(begin + name, nbytes).data
+
+        def protect(array: Tensor, rows: Ints) -> None:
+            journal.protect_rows(array, torch.from_numpy(rows))
+
+        is_known = journal.memory.known(f"{begin}head") is not None
+        table = HashTable(spec.key, row_numel(spec), spec.dtype, options, allocate, protect)
+        if is_known:
+            table.restore()
+        return table
 
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
@@ -443,7 +461,9 @@ class Shard:
         if decision != UNCHANGED:
             rows = rows._replace(values=rows.values.clone())
             apply_decision(rows.values, decision)
-        self.hash_tables[key].update(rows, times, optimizer, layout.block.hypers[layout.first])
+        table = self.hash_tables[key]
+        table.update(rows, times, optimizer, layout.block.hypers[layout.first])
+        layout.block.states.steps[layout.first : layout.last] = table.step
 
     def _update_runs(
         self,
@@ -731,15 +751,29 @@ class Shard:
         self.counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
 
     def get_state(self, unit: Unit, index: int, copied: Callable[[Tensor], Tensor] = torch.clone) -> States:
-        """Copy the optimizer state of one slice; `copied` copies flat memory.
+        """Copy the optimizer state of one slice, of a hash table all of it; `copied` copies flat memory.
 
         Raises ProtocolError if the slice is not on this server.
         """
-        return self._copied_state(self.slot_of(unit, index), copied)
+        slot = self.slot_of(unit, index)
+        table = self._hash_table_of(slot)
+        if table is None:
+            return self._copied_state(slot, copied)
+        state = States.of_slice(self.storage.slots[slot].slice)
+        state.steps[:] = table.step
+        state.entries = [table.slice_state(self._hash_slice(slot))]
+        return state
 
     def put_state(self, unit: Unit, index: int, state: States) -> None:
-        """Replace the optimizer state of one slice. Raises like `get_state`."""
-        self._replace_state(self.slot_of(unit, index), state)
+        """Replace the optimizer state of one slice, of a hash table all of it. Raises like `get_state`."""
+        slot = self.slot_of(unit, index)
+        table = self._hash_table_of(slot)
+        if table is None:
+            self._replace_state(slot, state)
+        elif state.steps[0]:
+            table.put_slice_state(self._hash_slice(slot), int(state.steps[0]), state.entries[0])
+        else:
+            table.clear_slice(self._hash_slice(slot))
         self.undos.pop(unit, None)
 
     def put_weights(self, unit: Unit, index: int, weights: Tensor) -> None:
@@ -821,6 +855,15 @@ class Shard:
                 if self._journal is not None:
                     self._journal.protect([own])
                 own.copy_(weights)
+
+    def _hash_table_of(self, slot: int) -> HashTable | None:
+        one = self.storage.slots[slot]
+        return self.hash_tables.get(one.unit.first_key + one.slice.segments[0].key)
+
+    def _hash_slice(self, slot: int) -> int:
+        """Return the number of a hash table's slice."""
+        [segment] = self.storage.slots[slot].slice.segments
+        return segment.key_start // segment.numel
 
     def slot_of(self, unit: Unit, index: int) -> int:
         slot = unit.slots.get(index)

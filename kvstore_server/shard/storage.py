@@ -301,7 +301,7 @@ class Storage:
         self.locations: list[int] = []
         """For each slot, the location at which peers can map its weights; -1 if they cannot."""
         self.journal = journal
-        self._name = name
+        self.name = name
         self.all_blocks: list[Block] = []
         """In the order in which they were allocated."""
         self.protected_at = np.zeros(0, np.int64)
@@ -375,13 +375,13 @@ class Storage:
         if has_counters:
             nbytes = -(-nbytes // LONG) * LONG
             nbytes += nbytes // LONG * COUNTER_BYTES
-        region = journal.memory.take(f"{self._name}.weights.{len(self.all_blocks)}", nbytes)
+        region = journal.memory.take(f"{self.name}.weights.{len(self.all_blocks)}", nbytes)
         if has_counters and self._leases is not None:
             self._leases.export(region.number, region.fd, region.bytes)
 
         def allocate(entry: str, length: int, dtype: torch.dtype) -> Tensor:
             # A new region for each: one that another optimizer has left is not zero.
-            key = f"{self._name}.state.{region.number}.{journal.memory.last + 1}.{entry}"
+            key = f"{self.name}.state.{region.number}.{journal.memory.last + 1}.{entry}"
             return typed_durable_memory(journal.memory.take(key, length * dtype.itemsize).data, length, dtype)
 
         weights = typed_durable_memory(region.data[: numel * itemsize], numel, torch_dtype(dtype))
@@ -655,7 +655,7 @@ class Storage:
     def spare(self, block: Block, at: int) -> Tensor:
         assert self.journal is not None
         while len(block.spares) <= at:
-            key = f"{self._name}.spare.{block.number}.{len(block.spares)}"
+            key = f"{self.name}.spare.{block.number}.{len(block.spares)}"
             region = self.journal.memory.take(key, block.weights.nbytes)
             block.spares.append(typed_durable_memory(region.data, block.weights.numel(), block.weights.dtype))
         return block.spares[at]
@@ -688,7 +688,7 @@ class Storage:
         """Return a slot's part of the memory of that name, with the layout of its block."""
         assert self.journal is not None
         one = self.slots[slot]
-        region = self.journal.memory.take(f"{self._name}.{name}.{one.block.number}", one.block.weights.nbytes)
+        region = self.journal.memory.take(f"{self.name}.{name}.{one.block.number}", one.block.weights.nbytes)
         whole = typed_durable_memory(region.data, one.block.weights.numel(), one.block.weights.dtype)
         return whole[one.start : self.ends[slot]]
 

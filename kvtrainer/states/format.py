@@ -42,7 +42,7 @@ from kvstore_server.optimizer.trees import (
     is_composed_tensor,
     unflatten_trees,
 )
-from kvstore_server.plan import Plan, Slice, TensorSpec
+from kvstore_server.plan import HASH_SLICES, Plan, Slice, TensorSpec, slices_of_hashes
 from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
 from kvtrainer.states.atomic_file import replace_atomically
@@ -92,6 +92,13 @@ def export_states(
     with print_duration("putting optimizer states together", nbytes):
         for key in range(len(plan.specs)) if keys is None else keys:
             parts = _state_segments_of_key(plan, kept, key)
+            if parts and plan.specs[key].hash_table is not None:
+                if step := int(parts[0][0].steps[0]):
+                    found[key] = {
+                        **_join_hash_slices([states.entries[0] for states, _ in parts]),
+                        "step": torch.tensor(float(step), device="cpu"),
+                    }
+                continue
             if parts and parts[0][0].steps[parts[0][1]]:
                 state: State = joined(parts, plan.specs[key].shape)
                 found[key] = {
@@ -183,6 +190,11 @@ def import_states(
     )
     with print_duration("dividing optimizer states", nbytes):
         for key, given in states.items():
+            if plan.specs[key].hash_table is not None:
+                own = _divide_hash_table(given)
+                for (parts, _), entries in zip(_state_segments_of_key(plan, kept, key), own, strict=True):
+                    parts.steps[:], parts.entries = int(float(given["step"])), [entries]
+                continue
             state = _state_by_row(plan, key, given, is_interleaved=False)
             are_numbers = not plan.specs[key].shape  # a 0-d parameter has 0-d entries per element
             entries = {
@@ -257,6 +269,52 @@ def _state_segments_of_key(plan: Plan, kept: Mapping[int, States], key: int) -> 
         for at, segment in enumerate(piece.segments)
         if segment.key == key
     ]
+
+
+def _join_hash_slices(slices: Sequence[Mapping[str, Any]]) -> State:
+    """Return the rows of a hash table, in the order of their numbers, with all that belongs to them."""
+    found: State = {}
+    for name, value in slices[0].items():
+        is_by_row = isinstance(value, Tensor) and value.dim() > 0
+        found[name] = torch.cat([one[name] for one in slices]) if is_by_row else value
+    return found
+
+
+def _divide_hash_table(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the slices of a hash table, the inverse of `_join_hash_slices`."""
+    found: list[dict[str, Any]] = [{} for _ in range(HASH_SLICES)]
+    lengths = {}
+    for begin in ("", "candidate "):
+        of_rows = slices_of_hashes(state[f"{begin}rows"].numpy())
+        lengths[begin] = np.bincount(of_rows, minlength=HASH_SLICES).tolist()
+    for name, value in state.items():
+        parts = [value] * HASH_SLICES
+        if name == "figures":
+            parts = list(torch.split(value, 1))
+        elif isinstance(value, Tensor) and value.dim():
+            parts = list(torch.split(value, lengths["candidate " if name.startswith("candidate ") else ""]))
+        for one, part in zip(found, parts, strict=True) if name != "step" else ():
+            one[name] = part
+    return found
+
+
+def _hash_table_problem(state: State, spec: TensorSpec) -> str:
+    """Return how state differs from that of a hash table; empty if it does not."""
+    for begin in ("", "candidate "):
+        rows = state.get(f"{begin}rows")
+        if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or rows.dim() != 1:
+            return f"state '{begin}rows' of PARAMETERS is not a list of row numbers"
+        if bool((rows[1:] <= rows[:-1]).any()):
+            return f"state '{begin}rows' of PARAMETERS is not ascending"
+        for name, value in state.items():
+            is_other = name == "figures" or name.startswith("candidate ") != bool(begin)
+            if not is_other and isinstance(value, Tensor) and value.dim() and len(value) != len(rows):
+                return f"state {name!r} of PARAMETERS has {len(value)} rows, '{begin}rows' has {len(rows)}"
+    weights, figures = state.get("weights"), state.get("figures")
+    shape = None if not isinstance(weights, Tensor) else list(weights.shape[1:])
+    if shape != list(spec.shape[1:]) or not isinstance(figures, Tensor) or figures.shape != (HASH_SLICES, 3):
+        return f"the rows of PARAMETERS have shape {shape}, but {list(spec.shape[1:])} here"
+    return ""
 
 
 def _copy_state(state: Mapping[str, Any]) -> State:
@@ -339,6 +397,10 @@ def _state_format_problems(
         ] = []
     for key, state in states.items():
         spec = specs[key]
+        if spec.hash_table is not None:
+            if problem := _hash_table_problem(state, spec):
+                found.setdefault(problem, []).append(repr(spec.key))
+            continue
         trial = trial_state(optimizer, options[key], spec)
         expected = None
         if trial is not None:

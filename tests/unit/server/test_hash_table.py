@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvstore_server.errors import ConfigurationError, OptimizerError
+from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.optimizer import Optimizer, State, apply_update_to_rows, create
 from kvstore_server.plan import HASH_SLICES, HashTableOptions
 from kvstore_server.protocol.rows import RowSet
@@ -174,7 +174,7 @@ def _row(id_: int) -> int:
 
 
 def _slice_of(id_: int) -> int:
-    return (_row(id_) % 2**64) * HASH_SLICES // 2**64
+    return (_row(id_) + 2**63) * HASH_SLICES // 2**64
 
 
 OPTIONS = st.builds(
@@ -191,16 +191,22 @@ OPTIONS = st.builds(
 CROWDED = [id_ for id_ in range(3000) if _slice_of(id_) in (5, 70)][:24]
 
 
-@given(
-    OPTIONS, st.lists(st.dictionaries(st.sampled_from(CROWDED), st.integers(1, 3), max_size=8), max_size=14)
-)
-@settings(max_examples=200)
-def test_rows_come_and_go_as_in_a_dictionary(options: HashTableOptions, steps: list[dict[int, int]]) -> None:
+STEPS = st.one_of(st.dictionaries(st.sampled_from(CROWDED), st.integers(1, 3), max_size=8), st.none())
+
+
+@given(OPTIONS, st.lists(STEPS, max_size=14))
+@settings(max_examples=300)
+def test_rows_come_and_go_as_in_a_dictionary_wherever_they_are_moved(
+    options: HashTableOptions, steps: list[dict[int, int] | None]
+) -> None:
     made = optimizer_and_options("sgd", {"learning_rate": 1.0})
     table = HashTable("t", 1, "float64", options, room=64)
     initial = dict(zip(CROWDED, read(table, CROWDED)[:, 0].tolist(), strict=True))
     model = Model(options, initial)
     for times in steps:
+        if times is None:
+            table = moved(table)
+            continue
         grads = torch.arange(1.0, len(times) + 1, dtype=torch.float64)
         update(table, list(times), grads[:, None], made, list(times.values()))
         model.update(dict(zip(times, grads.tolist(), strict=True)), times)
@@ -212,6 +218,69 @@ def test_rows_come_and_go_as_in_a_dictionary(options: HashTableOptions, steps: l
         assert list(stats.hottest) == [(row, -count) for count, row in most]
 
 
+def moved(table: HashTable) -> HashTable:
+    """Another table with the same rows, which came there slice by slice, the last one first."""
+    made = HashTable(table.name, table.width, _dtype_of(table), table.options, room=table.room)
+    if table.step:
+        for number in reversed(range(HASH_SLICES)):
+            made.put_slice_state(number, table.step, table.slice_state(number))
+    return made
+
+
+def _dtype_of(table: HashTable) -> str:
+    return str(table.weights.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY_OPTIMIZER)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_table_that_was_moved_goes_on_with_the_same_bits(
+    name: str, options: dict[str, Any], dtype: str
+) -> None:
+    multi = {"multi_precision": True} if dtype == "bfloat16" and ":" not in name else {}
+    made = optimizer_and_options(name, {**options, **multi})
+    table = HashTable("t", WIDTH, dtype, HashTableOptions(expire_after=3), room=1000)
+    for step in range(8):
+        if step == 4:
+            other = moved(table)
+        ids = torch.randperm(IDS)[:10].tolist()
+        grads = torch.randn(len(ids), WIDTH)
+        update(table, ids, grads, made)
+        if step >= 4:
+            update(other, ids, grads, made)
+            assert torch.equal(read(other, range(IDS)), read(table, range(IDS)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": torch.tensor([5, 3])},
+        {"rows": torch.tensor([2**62, 2**62 + 1])},
+        {"touched": torch.tensor([1, 0], dtype=torch.int32)},
+        {"counts": torch.tensor([1, 1, 1], dtype=torch.int32)},
+        {"weights": torch.zeros(2, 4)},
+        {"weights": torch.zeros(2, 3, dtype=torch.float64)},
+        {"state history": torch.zeros(1, 3)},
+        {"figures": torch.zeros(3, dtype=torch.int64)},
+        {"candidate rows": torch.tensor([1.0])},
+    ],
+)
+def test_a_slice_that_does_not_fit_is_refused_and_nothing_changes(change: dict[str, Tensor]) -> None:
+    made = optimizer_and_options("adagrad", {"learning_rate": 1.0})
+    table = HashTable("t", 3, "float32", HashTableOptions(admit_after=2), room=100)
+    for _ in range(2):
+        update(table, CROWDED, torch.ones(len(CROWDED), 3), made)
+    number = _slice_of(CROWDED[0])
+    good = table.slice_state(number)
+    two = {name: value[:, :2] if name == "figures" else value[:2] for name, value in good.items()}
+    two["figures"] = good["figures"]
+    before = read(table, CROWDED)
+    with pytest.raises(ProtocolError):
+        table.put_slice_state(number, 2, {**two, **change})
+    assert torch.equal(read(table, CROWDED), before)
+    table.put_slice_state(number, 2, two)
+    assert table.stats().rows == len(CROWDED) - len(good["rows"]) + 2
+
+
 def test_rows_that_have_expired_make_room_bit_by_bit() -> None:
     made = optimizer_and_options("adagrad", {"learning_rate": 1.0})
     table = HashTable("t", 4, "float32", HashTableOptions(expire_after=2), room=100_000)
@@ -221,7 +290,7 @@ def test_rows_that_have_expired_make_room_bit_by_bit() -> None:
     assert table.stats().rows == 2  # those of the last two updates
     assert len(table) < 10
     update(table, range(20_000), torch.ones(20_000, 4), made)
-    assert table.end < 21_000  # their slots were taken again
+    assert table.slots.end < 21_000  # their slots were taken again
     # What was there before has left nothing behind: the first step of Adagrad has length 1.
     step_lengths = read(table, range(20_000)) - initial_rows(
         table.options, "t", row_numbers(np.arange(20_000)), 4, torch.float32
