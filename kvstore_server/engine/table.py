@@ -561,7 +561,7 @@ class Table:
                 f"a pull names rows of key {pull.key} twice, not in ascending order, or some that are not here"
             )
         if block.is_hashed:
-            found = self.shard.read_hash_table(self.unit, pull.key, ids)
+            found = self.shard.read_hash_table(self.unit, pull.key, ids, is_former)
         elif is_former:
             cuts = np.searchsorted(ids, block.starts).tolist()
             parts = []

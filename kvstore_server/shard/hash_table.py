@@ -53,6 +53,7 @@ from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints
 Counts = npt.NDArray[np.int32]
 AllocateTable = Callable[[str, int], Tensor]
 """(name, bytes) → that much memory as uint8, zero, whose pages are provided as they are written."""
+FormerRows = Callable[[Tensor], tuple[Ints, Tensor] | None]
 ProtectRows = Callable[[Tensor, Ints], object]
 """Keeps these rows of an array, which are changed next, until the change is complete."""
 
@@ -363,6 +364,41 @@ class HashTable:
         slots = self.slots.find(rows)
         slots[(slots >= 0) & self._have_expired(self.slots, slots)] = -1
         return self._read_slots(rows, slots)
+
+    def read_former(self, rows: Ints, former: FormerRows) -> Tensor:
+        """Copy rows as the last change found them.
+
+        Args:
+            former: Returns which rows of an array the change has protected, ascending, and their values; None: none.
+        """
+        head = former(self._head_memory)
+        if head is None:
+            return self.read(rows)  # the table has not changed
+        step, end = head[1].view(torch.int64)[0, [_STEP, _END]].tolist()
+        # 1. The slots that were changed: which rows they had, and when these were updated.
+        found = former(self.slots.memory)
+        changed, slots = (np.zeros(0, np.int64), np.zeros(0, _SLOT))
+        if found is not None:
+            is_old = found[0] < end
+            changed, slots = found[0][is_old], found[1].reshape(-1).numpy().view(_SLOT)[is_old]
+        order = slots["row"].argsort(kind="stable")
+        order = order[slots["touched"][order] > 0]
+        # 2. The slot of each row then: a changed one that had it, or one that has not changed.
+        at = self.slots.find(rows)
+        touched = self.slots.touched[np.maximum(at, 0)]
+        at[np.isin(at, changed) | (at >= end)] = -1
+        place = np.minimum(slots["row"][order].searchsorted(rows), max(len(order) - 1, 0))
+        for where in np.flatnonzero(slots["row"][order][place] == rows) if len(order) else ():
+            at[where], touched[where] = changed[order[place[where]]], slots["touched"][order[place[where]]]
+        if self.options.expire_after:
+            at[touched < step + 1 - self.options.expire_after] = -1
+        # 3. Their weights then.
+        values, before = self._read_slots(rows, at), former(self.weights)
+        if before is not None and len(before[0]):
+            place = np.minimum(before[0].searchsorted(at), len(before[0]) - 1)
+            were_changed = (before[0][place] == at) & (at >= 0)
+            values[torch.from_numpy(were_changed)] = before[1][torch.from_numpy(place[were_changed])]
+        return values
 
     def _read_slots(self, rows: Ints, slots: Ints) -> Tensor:
         found = self.weights.index_select(0, torch.from_numpy(np.maximum(slots, 0)))

@@ -217,9 +217,17 @@ class Shard:
         if key not in unit.keys or unit.server not in unit.plan.rows(key).blocks:
             raise ProtocolError(f"this server has no rows of a key {key}")
 
-    def read_hash_table(self, unit: Unit, key: int, rows: Ints) -> Tensor:
-        """Copy rows of a hash table; those that are not there have their initial values."""
-        return self.hash_tables[unit.first_key + key].read(rows)
+    def read_hash_table(self, unit: Unit, key: int, rows: Ints, is_former: bool = False) -> Tensor:
+        """Copy rows of a hash table; those that are not there have their initial values.
+
+        Args:
+            is_former: As they were before the last round, which the caller knows to be kept.
+        """
+        table, journal = self.hash_tables[unit.first_key + key], self._journal
+        if not is_former or journal is None:
+            return table.read(rows)
+        change = self.storage.last_change(self.storage.layouts[unit.first_key + key].slot)
+        return table.read_former(rows, lambda array: journal.former_rows(array, change))
 
     def rows_of(self, unit: Unit, key: int) -> Tensor:
         """Return the rows of a key on this server; may be a copy. Raises ProtocolError if it has none here."""

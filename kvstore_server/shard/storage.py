@@ -544,6 +544,10 @@ class Storage:
         """Return whether a slot's weights before its last round are kept."""
         return self.journal is not None and int(self.protected_at[slot]) >= 0
 
+    def last_change(self, slot: int) -> int:
+        """Return the number of a slot's last change, as the journal counts."""
+        return int(self.protected_at[slot]) // _KINDS
+
     def former(self, slot: int) -> Tensor | None:
         """Return a slot's weights (with padding) before its last round; None if they were not kept."""
         change, kind = divmod(int(self.protected_at[slot]), _KINDS)

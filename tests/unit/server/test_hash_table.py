@@ -281,6 +281,72 @@ def test_a_slice_that_does_not_fit_is_refused_and_nothing_changes(change: dict[s
     assert table.stats().rows == len(CROWDED) - len(good["rows"]) + 2
 
 
+class Kept:
+    """What a change has protected, as a journal keeps it."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[int, Tensor]] = {}
+
+    def protect(self, array: Tensor, which: np.ndarray[Any, Any]) -> None:
+        kept = self.rows.setdefault(array.data_ptr(), {})
+        for at in which.tolist():
+            kept.setdefault(at, array[at].clone())
+
+    def former(self, array: Tensor) -> tuple[np.ndarray[Any, Any], Tensor] | None:
+        kept = self.rows.get(array.data_ptr())
+        if not kept:
+            return None
+        return np.array(sorted(kept)), torch.stack([kept[at] for at in sorted(kept)])
+
+    def undo(self, arrays: Sequence[Tensor]) -> None:
+        for array in arrays:
+            for at, row in self.rows.get(array.data_ptr(), {}).items():
+                array[at] = row
+
+
+@given(OPTIONS, st.lists(STEPS, max_size=14))
+@settings(max_examples=200)
+def test_what_an_update_has_changed_is_known_and_can_be_undone(
+    options: HashTableOptions, steps: list[dict[int, int] | None]
+) -> None:
+    made = optimizer_and_options("adagrad", {"learning_rate": 1.0})
+    kept, memory = Kept(), dict[str, Tensor]()
+
+    def allocate(name: str, nbytes: int) -> Tensor:
+        return memory.setdefault(name, torch.zeros(nbytes, dtype=torch.uint8))
+
+    table = HashTable("t", 1, "float32", options, allocate, kept.protect, room=64)
+    for times in steps:
+        before = read(table, CROWDED)
+        stats = table.stats()
+        kept.rows.clear()
+        if times is None:
+            table.forget_state()
+            assert torch.equal(read(table, CROWDED), before)
+            continue
+        update(table, list(times), torch.ones(len(times), 1), made, list(times.values()))
+        after = read(table, CROWDED)
+        assert torch.equal(table.read_former(row_numbers(np.array(CROWDED)), kept.former), before)
+        # A process that ends in the middle leaves memory that its successor puts back.
+        saved = {name: one.clone() for name, one in memory.items()}
+        arrays = [
+            *table._arrays(),
+            table.slots.memory,
+            table._candidates.memory,
+            table._head_memory,
+            table._entries,
+        ]
+        kept.undo(arrays)
+        other = HashTable("t", 1, "float32", options, allocate, room=64)
+        other.restore()
+        assert torch.equal(read(other, CROWDED), before)
+        assert other.stats()._replace(nbytes=0) == stats._replace(nbytes=0)
+        update(other, list(times), torch.ones(len(times), 1), made, list(times.values()))
+        assert torch.equal(read(other, CROWDED), after)
+        for name, one in saved.items():
+            memory[name].copy_(one)
+
+
 def test_rows_that_have_expired_make_room_bit_by_bit() -> None:
     made = optimizer_and_options("adagrad", {"learning_rate": 1.0})
     table = HashTable("t", 4, "float32", HashTableOptions(expire_after=2), room=100_000)
