@@ -75,6 +75,8 @@ POINTS = {
     "server.update.next_chunk": "some of the weights of a round were updated, and others were not",
     "server.update.end": "the update of a round is complete, and nothing says so yet",
     "server.update.next_row_group": "some rows of a round were updated, and other keys were not",
+    "server.hash_table.taken": "rows have come into a hash table, and were not updated yet",
+    "server.hash_table.updated": "rows of a hash table were updated, and those that go are still there",
     "server.memory.made": "new durable memory is there, and the supervisor does not keep it yet",
     "server.memory.stored": "the supervisor keeps new memory, and the log does not name it yet",
     "server.memory.drop": "nothing refers to some memory any more, and the supervisor still keeps it",

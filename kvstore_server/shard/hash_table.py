@@ -35,6 +35,7 @@ from torch import Tensor
 
 from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
+from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.apply import (
     applies_to_rows_alone,
     apply_update,
@@ -440,6 +441,7 @@ class HashTable:
         if len(missing):
             missing, former = self._admit(numbers, missing, times)
             slots[missing] = self._take(numbers[missing], former, optimizer)
+        failpoint("server.hash_table.taken")
         # 2. Update those that are there.
         here, values = np.flatnonzero(slots >= 0), rows.values
         if len(here) < len(slots):
@@ -448,6 +450,7 @@ class HashTable:
         self.slots.touch(slots, now, times)
         self._apply(optimizer, torch.from_numpy(slots), values, hyper)
         self._head[_STEP] = now
+        failpoint("server.hash_table.updated")
         # 3. Rows that were not updated for long go bit by bit; slices with too many rows lose some.
         if self.options.expire_after:
             self._sweep(max(_SWEPT * len(numbers), _SWEPT_AT_LEAST))

@@ -95,7 +95,9 @@ class Member:
 
     def has_ended(self) -> bool:
         assert self.process is not None
-        return bool(select.select([self.process.fileno()], [], [], 0)[0])
+        poll = select.poll()  # select takes no descriptor above 1023
+        poll.register(self.process.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def said(self) -> str:
         """The end of what its processes have written."""
@@ -263,7 +265,10 @@ class Job:
                 zombie.kill()
         while left := [zombie for zombie in zombies if zombie.poll() is None]:
             assert time.monotonic() < deadline, f"a process that was replaced hangs\n{self._stacks()}"
-            select.select(left, [], [], _POLL)
+            poll = select.poll()
+            for fd in left:
+                poll.register(fd, select.POLLIN)
+            poll.poll(1000 * _POLL)
         codes = [zombie.wait() for zombie in zombies]
         for server in self.servers:
             server.signal(signal.SIGTERM)

@@ -82,6 +82,8 @@ PLACES = {
     "server.update.next_chunk": Place(1, 1),
     "server.update.end": Place(1, 1),
     "server.update.next_row_group": Place(0, 1, "adagrad"),
+    "server.hash_table.taken": Place(0, 1, "hash"),
+    "server.hash_table.updated": Place(0, 1, "hash"),
     "server.memory.made": Place(),
     "server.memory.stored": Place(),
     "server.memory.drop": Place(),

@@ -22,7 +22,7 @@ from tests.chaos.jobs import REPLACED, SERVERS, WORKERS, Event, Job, Outcome, Un
 ROUNDS = 40
 EVENTS = 6
 """In one job, unless it ends before."""
-TRAININGS = ["momentum", "adam", "adagrad", "clip", "compressed", "stored", "own"]
+TRAININGS = ["momentum", "adam", "adagrad", "clip", "compressed", "stored", "own", "hash"]
 SEEDS, MANY_SEEDS = 3, 64
 """Seeds of each training in `make test` and in `make chaos`."""
 

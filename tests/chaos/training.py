@@ -26,6 +26,7 @@ from torch.nn import Embedding, Linear, Module
 import kvtrainer
 import tests.chaos.optimizers  # noqa: F401 - registers one
 from kvtrainer.errors import UnknownNameError
+from kvtrainer.memory.hash_table import is_hash_table
 
 ROWS, WIDTH = 3000, 16
 BATCH = 8
@@ -39,7 +40,8 @@ class Case:
         optimizer: Its name.
         options: Its options.
         trainer: More options of the Trainer.
-        table: Whether gradients of the embedding are "dense" or "sparse", or the table is "stored" on servers alone.
+        table: Whether gradients of the embedding are "dense" or "sparse", or the table is "stored" on servers alone, or
+            is a "hash" table, whose rows come with their second gradient and soon expire.
         barriers: The workers meet at a barrier before every third step.
         uneven: The higher its rank, the fewer steps a worker makes; then it joins.
         saves: Rank 0 saves the job by hand before every so many steps; a job that is started loads what was saved.
@@ -72,6 +74,7 @@ CASES = {
     "worker_update": Case("adam", {"learning_rate": 0.002}, {"update_on_kvstore": False}),
     "overlap": Case("sgd", MOMENTUM, {"overlap": True}),
     "stored": Case("adagrad", {"learning_rate": 0.02}, table="stored"),
+    "hash": Case("adagrad", {"learning_rate": 0.02}, table="hash"),
     "barrier": Case("sgd", MOMENTUM, barriers=True),
     "join": Case("sgd", MOMENTUM, uneven=True),
     "lamb": Case("lamb", {"learning_rate": 0.01}),
@@ -89,9 +92,11 @@ class Coupled(Module):
     def __init__(self, table: str) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.rows: Embedding | None = None
+        self.rows: Module | None = None
         if table == "stored":
             self.stored = kvtrainer.RowSparseParameter((ROWS, WIDTH), torch.nn.init.normal_)
+        elif table == "hash":
+            self.rows = kvtrainer.Embedding(WIDTH, admit_after=2, expire_after=5, max_rows=2000)
         else:
             self.rows = Embedding(ROWS, WIDTH, sparse=table == "sparse")
         self.hidden = Linear(4 * WIDTH, 160)
@@ -113,7 +118,9 @@ class Data:
         # How much is drawn depends on the draws, so a cursor alone would not find the place again.
         skipped = int(torch.randint(5, (), generator=self._generator))
         torch.rand(skipped, generator=self._generator)
+        # A part of the rows is drawn often.
         ids = torch.randint(ROWS, (BATCH, 4), generator=self._generator)
+        ids[:, :2] %= ROWS // 100
         return ids, torch.rand(BATCH, WIDTH, generator=self._generator) - 0.5
 
     @property
@@ -181,7 +188,9 @@ def main(name: str, rounds: int, folder: Path) -> None:
             trainer.client_state = {"cursor": at + 1, "data": data.state}
             trainer.step(3 * BATCH)
     # 3. Say what has come of it.
-    weights = digest([one.detach() for one in model.parameters()])
+    weights = digest(
+        [one.detach() for one in model.parameters() if not is_hash_table(one)]
+    )  # those are in the state
     append(folder / f"result.{rank}", f"{weights} {digest_of_state(trainer)}")
     trainer.close()
     if not isinstance(kv, str):

@@ -362,8 +362,9 @@ def eventually(condition: Callable[[], bool], seconds: float = LIMIT) -> bool:
 
 
 def _read(fd: int, seconds: float) -> bytes:
-    readable, _, _ = select.select([fd], [], [], seconds)
-    assert readable, f"nothing came within {seconds:g} s"
+    poll = select.poll()  # select takes no descriptor above 1023
+    poll.register(fd, select.POLLIN)
+    assert poll.poll(1000 * seconds), f"nothing came within {seconds:g} s"
     return os.read(fd, 4096)
 
 
