@@ -114,8 +114,8 @@ class IdIndex:
             return
         part = self._former[self._moved : self._moved + count]
         live = part[part > 0]
-        # Not in both tables at once: a row that is removed has one entry.
-        part[:] = _REMOVED
+        # Not in both tables at once: a row that is removed has one entry. Empty entries stay, at which a search ends.
+        part[part > 0] = _REMOVED
         self._moved += len(part)
         if self._moved == len(self._former):
             self._former = self._former[:0]

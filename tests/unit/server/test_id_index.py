@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +62,16 @@ def test_it_finds_what_a_dictionary_finds(steps: list[tuple[bool, list[int]]], a
             gone = [number for number in numbers if number in known]
             index.remove(ints([known.pop(number) for number in gone]))
         assert index.find(ints(sorted(seen))).tolist() == [known.get(number, -1) for number in sorted(seen)]
+
+
+@pytest.mark.parametrize("at_once", [1, 700, 50_000])
+def test_rows_that_are_not_there_are_not_found_while_it_grows(at_once: int) -> None:
+    rows = row_numbers(np.arange(200_000))
+    index = IdIndex(rows)
+    strangers = row_numbers(np.arange(-5000, 0))
+    for first in range(0, min(200_000, 3000 * at_once), at_once):
+        index.insert(np.arange(first, first + at_once)[: len(rows) - first])
+        assert (index.find(strangers[first % 4000 : first % 4000 + 1000]) == -1).all()
 
 
 def test_it_grows_and_shrinks_with_its_rows() -> None:

@@ -1,0 +1,220 @@
+"""Tables without a number of rows on servers: the same bits for any number of them, saved and loaded anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtrainer
+from kvtrainer.errors import (
+    ConfigurationError,
+    KVStoreError,
+    OptimizerError,
+    PlanMismatchError,
+    StateMismatchError,
+)
+from kvtrainer.kvstore import DistKVStore
+from tests.support.processes import Members, Processes, new_name, raised, together
+
+IDS = torch.arange(60)
+"""Some of the ids that are drawn."""
+
+
+class Worker:
+    """A model with two tables, trained on data that depend on the step and the rank."""
+
+    def __init__(
+        self, store: Any, rank: int = 0, workers: int = 1, optimizer: str = "adagrad", **options: Any
+    ) -> None:
+        self.rank, self.workers = rank, workers
+        self.table = kvtrainer.Embedding(8, **{"admit_after": 2, "expire_after": 6, **options})
+        self.bags = kvtrainer.EmbeddingBag(8, mode="sum", max_rows=256, seed=1)
+        self.linear = torch.nn.Linear(8, 1)
+        with torch.no_grad():
+            for parameter in self.linear.parameters():
+                parameter.fill_(0.1)
+        named = [("table", self.table.weight), ("bags", self.bags.weight), *self.linear.named_parameters()]
+        self.trainer = kvtrainer.Trainer(named, optimizer, {"learning_rate": 0.1}, kvstore=store)
+
+    def train(self, first: int, last: int, prefetches: bool = False) -> Tensor:
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(1000 * self.rank + step)
+            ids = torch.randint(-(2**63), 2**63 - 1, (48,), generator=generator)
+            ids = torch.where(torch.rand(48, generator=generator) < 0.7, ids % len(IDS), ids)
+            found = self.table(ids) + self.bags(ids.view(12, 4)).repeat(4, 1)
+            self.linear(found).square().sum().backward()
+            if prefetches:
+                self.trainer.prefetch({self.table.weight: IDS, self.bags.weight: IDS[:9]})
+            self.trainer.step(48 * self.workers)
+            for parameter in (self.table.weight, self.bags.weight, *self.linear.parameters()):
+                parameter.grad = None
+        return self.weights()
+
+    @torch.no_grad()
+    def weights(self) -> Tensor:
+        rows = [self.table(IDS).flatten(), self.bags(IDS[:, None]).flatten()]
+        return torch.cat([*rows, *[one.flatten() for one in self.linear.parameters()]])
+
+
+def on_servers(
+    servers: int, processes: Processes, members: Members, work: Callable[[Worker], Any], **options: Any
+) -> list[Any]:
+    """What two workers return, beside so many servers."""
+    started = processes.servers(servers)
+    name = new_name()
+
+    def one(rank: int) -> Any:
+        worker = Worker(members.join(started, rank, 2, name), rank, 2, **options)
+        with worker.trainer:
+            return work(worker)
+
+    return together(lambda: one(0), lambda: one(1))
+
+
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+def test_a_table_has_the_same_bits_on_any_number_of_servers(
+    way: str, processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", way)
+    found = [
+        on_servers(servers, processes, members, lambda worker: worker.train(0, 12)) for servers in (1, 2, 3)
+    ]
+    for of_servers in found:
+        assert torch.equal(of_servers[0], of_servers[1])
+        assert torch.equal(of_servers[0], found[0][0])
+
+
+def test_one_worker_beside_servers_has_the_bits_of_a_process_alone(
+    processes: Processes, members: Members
+) -> None:
+    alone, beside = Worker("local"), Worker(members.join(processes.servers(2), 0, 1, new_name()))
+    with alone.trainer, beside.trainer:
+        assert torch.equal(alone.train(0, 10), beside.train(0, 10))
+
+
+def test_rows_that_were_prefetched_are_those_that_are_fetched(
+    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
+    plain, ahead = (Worker(members.join(processes.servers(2), 0, 1, new_name())) for _ in range(2))
+    with plain.trainer, ahead.trainer:
+        assert torch.equal(plain.train(0, 8), ahead.train(0, 8, prefetches=True))
+
+
+def test_saved_tables_go_on_on_any_number_of_servers(
+    processes: Processes, members: Members, tmp_path: Path
+) -> None:
+    states = tmp_path / "states"
+    first = Worker("local")
+    with first.trainer:
+        first.train(0, 8)
+        first.trainer.save_states(states)
+        linear = {name: value.clone() for name, value in first.linear.state_dict().items()}
+        expected = first.train(8, 16)
+    for servers in (0, 1, 3):
+        store: Any = members.join(processes.servers(servers), 0, 1, new_name()) if servers else "local"
+        worker = Worker(store)
+        worker.linear.load_state_dict(linear)
+        with worker.trainer:
+            worker.trainer.load_states(states)
+            assert torch.equal(worker.train(8, 16), expected)
+
+
+def test_a_table_of_another_width_is_not_loaded(tmp_path: Path) -> None:
+    states = tmp_path / "states"
+    narrow, wide = (kvtrainer.Embedding(dim) for dim in (3, 4))
+    for table in (narrow, wide):
+        with kvtrainer.Trainer(
+            [("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore="local"
+        ) as trainer:
+            table(IDS).sum().backward()
+            trainer.step(1)
+            if table is narrow:
+                trainer.save_states(states)
+                continue
+            before = table(IDS)
+            with pytest.raises(StateMismatchError):
+                trainer.load_states(states)
+            assert torch.equal(table(IDS), before)
+
+
+def test_workers_with_different_rules_are_told(processes: Processes, members: Members) -> None:
+    servers, name = processes.servers(2), new_name()
+
+    def one(rank: int) -> Any:
+        worker = Worker(members.join(servers, rank, 2, name), rank, 2, expire_after=6 + rank)
+        with worker.trainer:
+            return worker.train(0, 1)
+
+    texts = raised(together(lambda: one(0), lambda: one(1)), PlanMismatchError)
+    assert all("expire_after=6" in text and "expire_after=7" in text for text in texts)
+
+
+def test_an_optimizer_that_needs_all_rows_is_refused_on_every_worker(
+    processes: Processes, members: Members
+) -> None:
+    def work(worker: Worker) -> Any:
+        with pytest.raises(ConfigurationError, match=r"'bags'|'table'"):
+            worker.train(0, 1)
+        return True
+
+    assert on_servers(2, processes, members, work, optimizer="lamb") == [True, True]
+
+
+def test_gradients_that_are_not_finite_are_found_before_they_reach_a_row(
+    processes: Processes, members: Members
+) -> None:
+    table = kvtrainer.Embedding(4)
+    store: DistKVStore = members.join(processes.servers(2), 0, 1, new_name())
+    with kvtrainer.Trainer(
+        [("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore=store, on_nonfinite="raise"
+    ) as trainer:
+        table(IDS).sum().backward()
+        trainer.step(1)
+        before = table(IDS)
+        table.weight.grad = None
+        (table(IDS)[3] * float("nan")).sum().backward()
+        with pytest.raises((KVStoreError, FloatingPointError)):
+            trainer.step(1)
+        assert torch.equal(table(IDS), before)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_the_norm_of_all_gradients_counts_rows_of_a_table(
+    max_norm: float, processes: Processes, members: Members
+) -> None:
+    table, linear = kvtrainer.Embedding(4, init="constant", scale=0.5), torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.constant_(linear.weight, 1.0)
+    store = members.join(processes.servers(2), 0, 1, new_name())
+    named = [("t", table.weight), *linear.named_parameters()]
+    clip = {"max_norm": max_norm}
+    with kvtrainer.Trainer(named, "sgd", {"learning_rate": 1.0}, kvstore=store, clip_grad=clip) as trainer:
+        linear(table(torch.tensor([1, 2, 2]))).sum().backward()
+        trainer.step(1)
+        # Rows 1 and 2 have gradients of 1 and 2, the layer's weights of 1.5.
+        norm = (4 * (1.0 + 4.0 + 1.5**2)) ** 0.5
+        factor = min(1.0, max_norm / norm)
+        assert torch.allclose(table(torch.tensor([1])), torch.tensor(0.5 - factor), atol=1e-5)
+        assert torch.allclose(table(torch.tensor([2])), torch.tensor(0.5 - 2 * factor), atol=1e-5)
+        assert torch.allclose(linear.weight, torch.tensor(1.0 - 1.5 * factor), atol=1e-5)
+
+
+def test_a_full_table_is_an_error_on_every_worker_and_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore_server.shard.hash_table.slots_that_fit", lambda _nbytes: 100)
+    table = kvtrainer.Embedding(4)
+    with kvtrainer.Trainer([("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore="local") as trainer:
+        table(torch.arange(90)).sum().backward()
+        trainer.step(1)
+        before = table(torch.arange(120))
+        table.weight.grad = None
+        table(torch.arange(80, 100)).sum().backward()
+        with pytest.raises(OptimizerError, match="90 rows"):
+            trainer.step(1)
+        assert torch.equal(table(torch.arange(120)), before)
