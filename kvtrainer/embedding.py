@@ -75,6 +75,16 @@ class Embedding(nn.Module):
         is_padding = torch.as_tensor(ids, device=found.device) == self.padding_idx
         return found.masked_fill(is_padding[..., None], 0.0)
 
+    def stats(self) -> dict[str, Any]:
+        """Return figures of the table in all servers. Blocks until they answer; all rows are looked at.
+
+        Returns:
+            'rows' that are there; how many have been 'admitted' since the start, those that came again included, and
+            how many were 'evicted' or have expired and were removed; 'refused', gradients of ids that are not admitted
+            yet; 'nbytes', the memory in use; 'hottest', the ten ids with most gradients and how many they had.
+        """
+        return self.weight.stats()
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Leave the rows out: they are in the store."""
 

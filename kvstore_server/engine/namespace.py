@@ -250,6 +250,7 @@ class Namespace:
         self.changes = None if mark is None else ImageChanges(mark, BoundedCache(self.rounds.slots))
         """What the next image contains; None: the state ends with the process."""
         self.shard = Shard(leases, journal, prefix)
+        self.shard.claim = self.claim
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}
         """Name of a table → its number."""
@@ -1112,6 +1113,9 @@ class Namespace:
             "bytes_out": table.bytes_out,
             "joined": sorted(self.rounds.joined(number)),
             "waiting_for": shared.missing_ranks(number) if shared.num_committed[number] else [],
+            "hash_tables": {
+                name: stats._asdict() for name, stats in self.shard.hash_table_stats(table.unit).items()
+            },
         }
 
 

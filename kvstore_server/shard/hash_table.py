@@ -67,6 +67,10 @@ _SWEPT = 4
 _SWEPT_AT_LEAST = 4096
 _CROWDED = 0.9
 """The part of a full slice that stays."""
+_INDEXED = 16
+"""Bytes of the index for a row, at most."""
+_CLAIMED_AHEAD = 16
+"""A sixteenth of the memory in use is claimed in advance."""
 _BLOCK = 1 << 16
 """Rows whose state is created at once."""
 
@@ -297,6 +301,7 @@ class HashTable:
         dtype: Of the weights, as named in plans.
         allocate: Memory of the arrays. What a former process has left there is found by `restore`.
         protect: Is called before rows of an array are changed.
+        claim: Claims bytes for some purpose, before they are used. Raises ConfigurationError if there are too few.
         room: Slots to reserve; 0: as many as can fit into the memory of this machine.
     """
 
@@ -308,10 +313,13 @@ class HashTable:
         options: HashTableOptions,
         allocate: AllocateTable = table_memory,
         protect: ProtectRows = lambda _array, _slots: None,
+        claim: Callable[[int, str], object] = lambda _nbytes, _what: None,
         room: int = 0,
     ) -> None:
         self.name, self.width, self.dtype, self.options = name, width, torch_dtype(dtype), options
-        self._allocate, self._protect = allocate, protect
+        self._allocate, self._protect, self._claim = allocate, protect, claim
+        self._claimed = 0
+        """Bytes that are claimed."""
         self.room = room or slots_that_fit(width * self.dtype.itemsize)
         memory = allocate("head", 8 * _HEAD + _ENTRIES)[: 8 * _HEAD + _ENTRIES]
         self._head_memory = memory[: 8 * _HEAD].view(1, -1)
@@ -533,6 +541,15 @@ class HashTable:
                 f"the hash table {self.name!r} has {len(self)} rows on this server, which has memory for {self.room}; "
                 "use more servers, or let rows expire (expire_after) or be evicted (max_rows)"
             )
+        used = max(self.slots.end, len(self) + count) * sum([array[:1].nbytes for array in self._arrays()])
+        used += (self.slots.end + self._candidates.end + count) * (_SLOT.itemsize + _INDEXED)
+        if used > self._claimed:
+            more = used + used // _CLAIMED_AHEAD - self._claimed
+            try:
+                self._claim(more, f"the hash table {self.name!r}, which has {len(self)} rows,")
+            except ConfigurationError as error:
+                raise OptimizerError(f"{error}; nothing was applied") from None
+            self._claimed += more
 
     def _admit(self, numbers: Ints, missing: Ints, times: Ints) -> tuple[Ints, Ints]:
         """Count the gradients of rows that are not there.

@@ -40,7 +40,7 @@ from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, sc
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import HashTableOptions, Ints, Plan, Slice, TensorSpec, row_numel
 from kvstore_server.protocol.rows import Parts, RowSet, cut_rows
-from kvstore_server.shard.hash_table import HashTable
+from kvstore_server.shard.hash_table import HashTable, HashTableStats
 from kvstore_server.shard.norms import (
     UNCHANGED,
     Decision,
@@ -110,6 +110,8 @@ class Shard:
         """How to undo the last update of a unit, where that is possible."""
         self.keeps_undos = False
         """Whether that has to be possible for optimizers that cannot raise, too."""
+        self.claim: Callable[[int, str], object] = lambda _nbytes, _what: None
+        """Claims bytes for rows of hash tables, for some purpose. Raises ConfigurationError if there are too few."""
         self.hash_tables: dict[int, HashTable] = {}
         """Key → its rows, if it is a hash table."""
 
@@ -132,7 +134,8 @@ class Shard:
     def _make_hash_table(self, key: int, spec: TensorSpec, options: HashTableOptions) -> HashTable:
         journal = self._journal
         if journal is None:
-            return HashTable(spec.key, row_numel(spec), spec.dtype, options)
+            claim = self._claim_rows
+            return HashTable(spec.key, row_numel(spec), spec.dtype, options, claim=claim)
         begin = f"{self.storage.name}.hash{key}."
 
         def allocate(name: str, nbytes: int) -> Tensor:
@@ -142,10 +145,17 @@ class Shard:
             journal.protect_rows(array, torch.from_numpy(rows))
 
         is_known = journal.memory.known(f"{begin}head") is not None
-        table = HashTable(spec.key, row_numel(spec), spec.dtype, options, allocate, protect)
+
+        def claim_twice(nbytes: int, what: str) -> None:
+            self._claim_rows(2 * nbytes, what)  # with the journal's shadow
+
+        table = HashTable(spec.key, row_numel(spec), spec.dtype, options, allocate, protect, claim_twice)
         if is_known:
             table.restore()
         return table
+
+    def _claim_rows(self, nbytes: int, what: str) -> None:
+        self.claim(nbytes, what)
 
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
@@ -228,6 +238,11 @@ class Shard:
             return table.read(rows)
         change = self.storage.last_change(self.storage.layouts[unit.first_key + key].slot)
         return table.read_former(rows, lambda array: journal.former_rows(array, change))
+
+    def hash_table_stats(self, unit: Unit) -> dict[str, HashTableStats]:
+        """Return figures of a unit's hash tables, by the name of the key."""
+        specs = {unit.first_key + at: spec for at, spec in enumerate(unit.plan.specs)}
+        return {specs[key].key: table.stats() for key, table in self.hash_tables.items() if key in specs}
 
     def rows_of(self, unit: Unit, key: int) -> Tensor:
         """Return the rows of a key on this server; may be a copy. Raises ProtocolError if it has none here."""

@@ -24,12 +24,14 @@ from kvstore_server.plan import (
     check_hash_table_options,
     hash_table_spec,
 )
-from kvstore_server.shard.id_index import IdIndex, Ints, row_numbers
+from kvstore_server.shard.id_index import IdIndex, Ints, ids_of_rows, row_numbers
 from kvtrainer.common.tensors import flatten_id_tensor
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.memory.row_sparse import RowSparseParameter, Source
 
+_HOTTEST = 10
+"""Ids that `stats` names."""
 _KEPT = 1 << 20
 """Handles that are kept although no gradient has them."""
 
@@ -187,6 +189,26 @@ class HashTableParameter(RowSparseParameter):
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"HashTableParameter(dim={self.shape[1]}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def stats(self) -> dict[str, Any]:
+        """Return figures of the table, summed over servers; see `kvtrainer.Embedding.stats`."""
+        name = self._label
+        found = [
+            table["hash_tables"][name]
+            for server in self._ready_owner().server_stats()
+            for table in server["tables"]
+            if name in table["hash_tables"]
+        ]
+        names = ("rows", "admitted", "refused", "evicted", "nbytes")
+        hottest = sorted(
+            [tuple(one) for each in found for one in each["hottest"]], key=lambda one: (-one[1], one[0])
+        )
+        ids = ids_of_rows(np.array([row for row, _ in hottest], np.int64)).tolist()
+        counts = [count for _, count in hottest]
+        return {
+            **{name: sum([one[name] for one in found]) for name in names},
+            "hottest": dict(list(zip(ids, counts, strict=True))[:_HOTTEST]),
+        }
 
     def sparse_gradient(self, rows: Tensor, values: Tensor) -> Tensor:
         """Return a gradient of rows (distinct row numbers), which get handles."""

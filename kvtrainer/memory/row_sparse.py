@@ -68,6 +68,9 @@ class RowSparseOwner(Protocol):
     def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
         """Keep values for the store until they are published."""
 
+    def server_stats(self) -> list[dict[str, Any]]:
+        """Return each server's counters."""
+
 
 @uncompiled
 class RowSparseParameter(Parameter):

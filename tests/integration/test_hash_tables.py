@@ -218,3 +218,39 @@ def test_a_full_table_is_an_error_on_every_worker_and_nothing_changes(
         with pytest.raises(OptimizerError, match="90 rows"):
             trainer.step(1)
         assert torch.equal(table(torch.arange(120)), before)
+
+
+def test_figures_of_a_table_are_those_of_all_servers(processes: Processes, members: Members) -> None:
+    table = kvtrainer.Embedding(4, admit_after=2)
+    store = members.join(processes.servers(3), 0, 1, new_name())
+    with kvtrainer.Trainer([("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore=store) as trainer:
+        for last in (100, 60, 7):
+            table(torch.arange(last) - 3).sum().backward()
+            trainer.step(1)
+            table.weight.grad = None
+        stats = table.stats()
+        assert (stats["rows"], stats["admitted"], stats["refused"], stats["evicted"]) == (60, 60, 100, 0)
+        assert stats["nbytes"] > 60 * 4 * 4
+        assert {id_: 3 for id_ in range(-3, 4)}.items() <= stats["hottest"].items()
+        assert len(stats["hottest"]) == 10
+
+
+def test_rows_beyond_the_memory_of_a_server_are_refused_with_numbers(
+    processes: Processes, members: Members
+) -> None:
+    table = kvtrainer.Embedding(1000)
+    store = members.join(processes.servers(1, "--max-memory", "8000000"), 0, 1, new_name())
+    with kvtrainer.Trainer([("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore=store) as trainer:
+        table(torch.arange(1000)).sum().backward()
+        trainer.step(1)
+        before = table(torch.arange(3000))
+        table.weight.grad = None
+        table(torch.arange(500, 3000)).sum().backward()
+        with pytest.raises(OptimizerError, match="--max-memory"):
+            trainer.step(1)
+        assert torch.equal(table(torch.arange(3000)), before)
+        table.weight.grad = None
+        table(torch.arange(900, 1100)).sum().backward()
+        trainer.step(1)
+        assert torch.equal(table(torch.arange(900)), before[:900])
+        assert torch.allclose(table(torch.arange(900, 1100)), before[900:1100] - 1)
