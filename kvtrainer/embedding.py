@@ -144,7 +144,7 @@ class EmbeddingBag(Embedding):
     def _read_bags(
         self, ids: Any, offsets: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        given = torch.as_tensor(ids)
+        given = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
         if given.dim() == 2 and offsets is None:
             offsets = torch.arange(len(given), device=given.device) * given.shape[1]
         elif given.dim() == 1 and offsets is not None:

@@ -135,7 +135,7 @@ class HashTableParameter(RowSparseParameter):
         self._restart_handles()
         return shape, ordered, owner.row_sparse_pull(self, ordered.ids).to(device)
 
-    def read_ids(self, row_ids: Any) -> Tensor:
+    def _read_ids(self, row_ids: Any) -> Tensor:
         """Return the row numbers of these ids: distinct, ascending, int64, on the CPU."""
         ids, _ = flatten_id_tensor(self._name(), row_ids, 0)
         return sort_row_ids(row_numbers(ids.numpy())).ids

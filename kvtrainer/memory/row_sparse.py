@@ -174,7 +174,7 @@ class RowSparseParameter(Parameter):
             )
         return owner
 
-    def read_ids(self, row_ids: Any) -> Tensor:
+    def _read_ids(self, row_ids: Any) -> Tensor:
         """Return the rows of these ids as stores know them: distinct, ascending, int64, on the CPU."""
         return read_id_tensor(self._name(), row_ids, self.shape[0])
 
@@ -370,7 +370,7 @@ class RowSparseTables:
                     + (did_you_mean(given, names) if isinstance(given, str) else "")
                 )
             parameter = self._parameters[key][0]
-            wanted[key] = parameter.read_ids(ids)
+            wanted[key] = parameter._read_ids(ids)
         self.wanted = wanted
 
     def take_wanted(self) -> dict[int, Tensor]:
