@@ -220,6 +220,10 @@ class RowSlots:
         self._index = IdIndex(self.rows)
         self._free: list[Ints] = []
         self._num_free = 0
+        self._found: tuple[Ints, Ints] | None = None
+        """The rows that were looked for last, and their slots; None after a change. Those of a batch are looked for
+        twice: when they are read, and when they are updated.
+        """
 
     def __len__(self) -> int:
         return self.end - self._num_free
@@ -235,6 +239,7 @@ class RowSlots:
 
     def restore(self) -> None:
         """Find the rows of a former process again."""
+        self._found = None
         is_live = self.touched[: self.end] > 0
         self._index = IdIndex(self.rows)
         self._index.insert(np.flatnonzero(is_live))
@@ -243,7 +248,9 @@ class RowSlots:
 
     def find(self, rows: Ints) -> Ints:
         """Return the slot of each row; -1: it has none."""
-        return self._index.find(rows)
+        if self._found is None or not np.array_equal(self._found[0], rows):
+            self._found = rows.copy(), self._index.find(rows)
+        return self._found[1].copy()
 
     def live(self) -> Ints:
         return np.flatnonzero(self.touched[: self.end])
@@ -266,6 +273,7 @@ class RowSlots:
         self.protect(slots)
         self.rows[slots], self.counts[slots] = rows, 0
         self._index.insert(slots)
+        self._found = None
         return slots
 
     def touch(self, slots: Ints, step: int, times: Ints) -> None:
@@ -279,6 +287,7 @@ class RowSlots:
         if len(slots):
             self.protect(slots)
             self._index.remove(slots)
+            self._found = None
             self.touched[slots] = 0
             self._free.append(slots)
             self._num_free += len(slots)

@@ -32,22 +32,28 @@ from kvtrainer.memory.row_sparse import RowSparseParameter, Source
 
 _HOTTEST = 10
 """Ids that `stats` names."""
-_KEPT = 1 << 20
-"""Handles that are kept although no gradient has them."""
 
 
 class RowHandles:
-    """Numbers row numbers from 0 on, in the order in which they come."""
+    """Numbers row numbers from 0 on, in the order in which they come. The first ones need no index."""
 
     def __init__(self) -> None:
-        self._rows: Ints = np.zeros(1024, np.int64)
-        self._index, self._end = IdIndex(self._rows), 0
+        self._rows: Ints = np.zeros(0, np.int64)
+        self._index: IdIndex | None = None
+        self._end = 0
 
     def __len__(self) -> int:
         return self._end
 
     def of(self, rows: Ints) -> Ints:
         """Return the handles of rows (distinct); those that have none get the next."""
+        if not self._end:
+            self._rows, self._end = rows, len(rows)
+            return np.arange(self._end)
+        if self._index is None:
+            self._rows = self._rows.copy()
+            self._index = IdIndex(self._rows)
+            self._index.insert(np.arange(self._end))
         found = self._index.find(rows)
         new = np.flatnonzero(found < 0)
         end = self._end + len(new)
@@ -166,7 +172,7 @@ class HashTableParameter(RowSparseParameter):
 
     def _restart_handles(self) -> None:
         """Forget handles while no gradient has any: between two steps, and outside of a backward pass."""
-        if len(self.handles) > _KEPT and self.grad is None and torch._C._current_graph_task_id() == -1:
+        if len(self.handles) and self.grad is None and torch._C._current_graph_task_id() == -1:
             self.handles = RowHandles()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HashTableParameter:
