@@ -19,6 +19,7 @@ QUESTIONS = (
     "ctr",
     "dense_sync",
     "durability",
+    "embeddings",
     "end_to_end",
     "key_scaling",
     "latency",

@@ -26,6 +26,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -62,6 +63,8 @@ _NO_RESERVE = 0x4000
 """MAP_NORESERVE: memory of the mapping is not counted before it is used."""
 _SMALLEST = 1 << 30
 """Bytes of the smallest array that is tried."""
+_SMALL_PAGES = 4 << 20
+"""Bytes at the beginning of an array that are in small pages, so that a small table takes little memory."""
 _SWEPT = 4
 """Slots that are searched for expired rows for each row of an update."""
 _SWEPT_AT_LEAST = 4096
@@ -98,6 +101,9 @@ def table_memory(_name: str, nbytes: int) -> Tensor:
         room = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"the system has no addresses for {nbytes} bytes: {error}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes > _SMALL_PAGES:
+        with suppress(OSError):  # rows are read at random, and each small page would be looked up anew
+            room.madvise(mmap.MADV_HUGEPAGE, _SMALL_PAGES)
     return torch.from_numpy(np.frombuffer(room, np.uint8))
 
 
