@@ -22,6 +22,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError
@@ -38,9 +41,13 @@ from kvstore_server.keys import (
     read_token,
 )
 from kvstore_server.optimizer import create, spec_for_store
+from kvstore_server.optimizer.state import pack_states
+from kvstore_server.plan import HashTableOptions, Plan, hash_table_spec, make_plan, tensor_spec_from
 from kvstore_server.probe import probe_servers, read_probe_keys
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_frames, encode_frames, pack_control
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, encode_rows
+from kvstore_server.shard.shard import Shard
 from tests.support.messages import contribution
 from tests.support.processes import LIMIT, Process, Processes
 from tests.support.reachable import resident_bytes
@@ -131,6 +138,36 @@ def _peer(rank: int) -> bytes:
     return b"%016d" % rank
 
 
+_HASHED = hash_table_spec("h", (3,), "float32", HashTableOptions(admit_after=2, expire_after=3), 1)
+KEYS = (("k", (3, 4), "float32", 0, False), ("r", (5, 2), "float32", 1, True), _HASHED.fields)
+
+
+def _plan() -> Plan:
+    return make_plan(list(map(tensor_spec_from, KEYS)), 1, True)
+
+
+def _of_hash_table() -> int:
+    """The last slice of the hash table, which has the largest row numbers."""
+    return _plan().slices_with(2)[-1].index
+
+
+def _rows_of_hash_table() -> bytes:
+    plan = _plan()
+    rows = RowSet(torch.tensor([2**63 - 9, 2**63 - 1]), torch.ones(2, 3))
+    return bytes(encode_rows(plan, plan.slices[_of_hash_table()], {0: rows}).numpy())
+
+
+def _state_of_hash_table() -> tuple[dict[str, Any], bytes]:
+    """A slice's summary and data, of a table that has two rows there."""
+    shard, plan = Shard(), _plan()
+    unit = shard.add(plan)
+    rows = RowSet(torch.tensor([2**63 - 9, 2**63 - 1]), torch.ones(2, 3))
+    adagrad = create("adagrad")
+    for _ in range(2):
+        shard.hash_tables[2].update(rows, np.ones(2, np.int64), adagrad, adagrad.hyper)
+    return pack_states(shard.get_state(unit, _of_hash_table()))
+
+
 def valid_bodies() -> list[Any]:
     """Messages that a rank of a job may send, with numbers that are those of `Ranks`."""
     spec = pack_control(spec_for_store(create("adam")))
@@ -138,19 +175,24 @@ def valid_bodies() -> list[Any]:
     return [
         m.Hello("job", 1, 2, 0, 1, "", "host:17", bytes(16), (_peer(1),)),
         m.Hello("job/other", 0, 1, 0, 1, "", "host:18", bytes(16), (_peer(0),), "async"),
-        m.Register("k", (("k", (3, 4), "float32", 0, False), ("r", (5, 2), "float32", 1, True)), True),
+        m.Register("k", KEYS, True),
+        m.Register("h", (_HASHED.fields,), False),
         m.Register("l", (("l", (1000,), "bfloat16", 0, False),), False),
-        contribution([(0, bytes(48))], 1, table=0, given=1, flags=m.WANTS_WEIGHTS),
-        contribution([(0, bytes(48))], 0, table=0, given=1),
+        contribution([(0, bytes(64))], 1, table=0, given=1, flags=m.WANTS_WEIGHTS),
+        contribution([(0, bytes(64))], 0, table=0, given=1),
         contribution([], 1, table=0, given=0),
         m.Resolve(0, 1, 0.25, None, False),
         m.Abort(0, 1, "because", True),
         m.Pull((0,), 0.01),
         m.PullRows(0, 0, rows, 0.01),
+        m.PullRows(0, 2, struct.pack("<2q", -5, 7), 0.01),
+        contribution([(_of_hash_table(), _rows_of_hash_table())], 1, table=0, given=1, encoding=PACKED_ROWS, absent=((0, 0), (0, 1))),
         m.MapRows(0),
         m.SetOptimizer(spec),
         m.Gather(1, 0.01, b"mine"),
         m.GetState(0, 0),
+        m.GetState(0, _of_hash_table()),
+        m.SliceState(0, _of_hash_table(), *_state_of_hash_table()),
         m.SliceState(0, 0, {"step": 3}, bytes(48)),
         m.Heartbeat(b"\x81\xa5steps\x07"),
         m.Leave("done", True),
@@ -179,12 +221,11 @@ class Ranks:
                 if isinstance(out, m.Welcome):
                     self.sessions[rank] = out.session
         for rank in range(2):
-            self.ask(
-                rank,
-                m.Register(
-                    "k", (("k", (3, 4), "float32", 0, False), ("r", (5, 2), "float32", 1, True)), True
-                ),
-            )
+            self.ask(rank, m.SetOptimizer(pack_control(spec_for_store(create("adagrad")))))
+            self.ask(rank, m.Register("k", KEYS, True))
+        slices = [(one.index, bytes(4 * one.length)) for one in _plan().slices]
+        self.ask(0, contribution(slices, 0, table=0, given=len(slices)))
+        self.ask(1, contribution([], 0, table=0, given=0))
 
     def ask(self, rank: int, body: Any) -> list[m.ReplyBody]:
         self._number += 1
