@@ -541,23 +541,40 @@ class HashTable:
     def forget_state(self) -> None:
         """Forget the optimizer's state, because another optimizer follows. The clock begins anew."""
         self._protect(self._head_memory, _ONLY)
-        live = self.slots.live()
-        self.slots.protect(live)
-        self.slots.touched[live] = 1
+        for slots in (self.slots, self._candidates):
+            live = slots.live()
+            slots.protect(live)
+            slots.touched[live] = 1
         self._head[_STEP] = self._head[_HAS_STATE] = 0
         self.values, self.master = {}, None
 
     # ---------------------------------------------------------------- rows that come
 
+    def check_update(self, given: Sequence[Ints]) -> None:
+        """Raise OptimizerError if there is no room for the rows that come with these row numbers, of several ranks."""
+        count = sum(map(len, given))
+        if count and (self._needs(count) > self._claimed or self._is_full(count)):
+            # Count only those that are not there.
+            rows = np.unique(np.concatenate(given))
+            count = int(np.count_nonzero(self.slots.find(rows) < 0))
+        self.check_room(count)
+
+    def _is_full(self, count: int) -> bool:
+        return max(len(self.slots), len(self._candidates)) + count > self.room
+
+    def _needs(self, count: int) -> int:
+        """Return the bytes that the table takes with so many rows more."""
+        used = max(self.slots.end, len(self) + count) * sum([array[:1].nbytes for array in self._arrays()])
+        return used + (self.slots.end + self._candidates.end + count) * (_SLOT.itemsize + _INDEXED)
+
     def check_room(self, count: int) -> None:
         """Raise OptimizerError if there is no room for so many rows more."""
-        if max(len(self.slots), len(self._candidates)) + count > self.room:
+        if self._is_full(count):
             raise OptimizerError(
                 f"the hash table {self.name!r} has {len(self)} rows on this server, which has memory for {self.room}; "
                 "use more servers, or let rows expire (expire_after) or be evicted (max_rows)"
             )
-        used = max(self.slots.end, len(self) + count) * sum([array[:1].nbytes for array in self._arrays()])
-        used += (self.slots.end + self._candidates.end + count) * (_SLOT.itemsize + _INDEXED)
+        used = self._needs(count)
         if used > self._claimed:
             more = used + used // _CLAIMED_AHEAD - self._claimed
             try:

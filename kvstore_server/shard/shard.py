@@ -329,7 +329,7 @@ class Shard:
         """
         units = self.units if units is None else units
         for key, table in self.hash_tables.items():
-            table.check_room(sum([len(one.rows[key].ids) for one in contributions if key in one.rows]))
+            table.check_update([one.rows[key].ids.numpy() for one in contributions if key in one.rows])
         failpoint("server.update.begin")
         keeps_undos = optimizer.may_raise or self.keeps_undos
         for unit in units if keeps_undos or self.undos else ():
