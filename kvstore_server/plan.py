@@ -66,6 +66,10 @@ HASH_SLICES = 128
 """A hash table has this many slices: ranges of row numbers, which are hashes, so all have about as many rows."""
 
 
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3e38, "float32": 3.4e38, "float64": 1.7e308}
+"""About the largest number of each dtype."""
+
+
 class HashTableOptions(NamedTuple):
     """How rows of a hash table come and go. A round that updates the table counts as one step of its clock."""
 
@@ -738,8 +742,8 @@ def _check_planned_rows(spec: TensorSpec) -> None:
         )
 
 
-def check_hash_table_options(who: str, options: HashTableOptions) -> None:
-    """Raise ConfigurationError unless all options have a type and a value that they can have."""
+def check_hash_table_options(who: str, options: HashTableOptions, dtype: str) -> None:
+    """Raise ConfigurationError unless all options have a type and a value that they can have for a dtype."""
     are_whole = all([type(count) is int and 0 <= count < MAX_ROWS for count in options[3:6]])
     if not are_whole or options.admit_after < 1 or options.evict not in ("lru", "lfu"):
         raise ConfigurationError(
@@ -747,15 +751,13 @@ def check_hash_table_options(who: str, options: HashTableOptions) -> None:
             f"max_rows={options.max_rows!r} and evict={options.evict!r}; admit_after is 1 or more, the others are 0 or "
             f"more, all are below {MAX_ROWS}, and evict is 'lru' or 'lfu'"
         )
-    is_finite = type(options.scale) is float and math.isfinite(options.scale)
-    if (
-        options.init not in ("normal", "uniform", "constant")
-        or not is_finite
-        or type(options.seed) is not int
-    ):
+    # Normal values are up to 3.5 times the scale.
+    is_finite = type(options.scale) is float and 4 * abs(options.scale) < _LARGEST.get(dtype, math.inf)
+    is_seed = type(options.seed) is int and -(1 << 63) <= options.seed < 1 << 63
+    if options.init not in ("normal", "uniform", "constant") or not is_finite or not is_seed:
         raise ConfigurationError(
             f"{who} begins with init={options.init!r}, scale={options.scale!r} and seed={options.seed!r}; init is "
-            "'normal', 'uniform' or 'constant', scale a finite number, and seed a whole one"
+            f"'normal', 'uniform' or 'constant', scale a finite number that {dtype} holds, and seed one of 64 bits"
         )
 
 
@@ -764,7 +766,7 @@ def _check_hash_table(spec: TensorSpec, options: HashTableOptions) -> None:
         raise ConfigurationError(
             f"key {spec.key!r} is a hash table, but its shape {spec.shape} is not that of one"
         )
-    check_hash_table_options(f"hash table {spec.key!r}", options)
+    check_hash_table_options(f"hash table {spec.key!r}", options, spec.dtype)
 
 
 def _describe_tensor_spec(spec: TensorSpec | None) -> str:

@@ -69,11 +69,13 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Any) -> Tensor:
         """Return the rows of ids (int64, any shape) as a tensor of shape ids.shape + (dim,). Blocks."""
-        found = self.weight.row_sparse_data(ids)
         if self.padding_idx is None:
-            return found
-        is_padding = torch.as_tensor(ids, device=found.device) == self.padding_idx
-        return found.masked_fill(is_padding[..., None], 0.0)
+            return self.weight.row_sparse_data(ids)
+        given = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
+        [places] = (given.reshape(-1) != self.padding_idx).nonzero(as_tuple=True)
+        rows = self.weight.row_sparse_data(given.reshape(-1)[places])
+        found = rows.new_zeros(given.numel(), rows.shape[1]).index_copy(0, places.to(rows.device), rows)
+        return found.view(*given.shape, rows.shape[1])
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the table in all servers. Blocks until they answer; all rows are looked at.

@@ -126,7 +126,8 @@ def decode_rows(plan: Plan, slice_: Slice, data: memoryview, is_joined: bool = F
         if not 0 <= position < len(slice_.segments) or position in parts:
             raise ProtocolError(f"a row-sparse slice names segment {position} of {len(slice_.segments)}")
         if form == _ALL:
-            if size != slice_.segments[position].numel or slices != 1:
+            is_hashed = plan.specs[slice_.segments[position].key].hash_table is not None
+            if size != slice_.segments[position].numel or slices != 1 or is_hashed:
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
             parts[position] = reader.values(slice_.dtype, size)
         elif form in (_IDS, _BITS, _HASHES):

@@ -68,8 +68,8 @@ _SMALL_PAGES = 4 << 20
 _SWEPT = 4
 """Slots that are searched for expired rows for each row of an update."""
 _SWEPT_AT_LEAST = 4096
-_CROWDED = 0.9
-"""The part of a full slice that stays."""
+_CROWDED = 10
+"""A tenth of a full slice goes."""
 _INDEXED = 16
 """Bytes of the index for a row, at most."""
 _CLAIMED_AHEAD = 16
@@ -110,7 +110,7 @@ def table_memory(_name: str, nbytes: int) -> Tensor:
 def slots_that_fit(row_nbytes: int) -> int:
     """Return for how many slots to reserve arrays: no more can fit into the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(max(memory, _SMALLEST) // max(row_nbytes, 1), MAX_SLOTS)
+    return min(max(memory, _SMALLEST) // (row_nbytes + _SLOT.itemsize + _INDEXED), MAX_SLOTS)
 
 
 def initial_rows(options: HashTableOptions, name: str, rows: Ints, width: int, dtype: torch.dtype) -> Tensor:
@@ -170,7 +170,7 @@ def check_hash_table(name: str, optimizer: Optimizer, hyper: Hyper) -> None:
 
 
 _SLOT = np.dtype([("row", "<i8"), ("touched", "<i4"), ("count", "<i4")])
-_STEP, _HAS_STATE, _END, _SWEPT, _CANDIDATES_END, _CANDIDATES_SWEPT, _ADMITTED = range(7)
+_STEP, _HAS_STATE, _END, _SWEPT, _CANDIDATES_END, _CANDIDATES_SWEPT, _ROOM, _ADMITTED = range(8)
 _REFUSED, _EVICTED = _ADMITTED + HASH_SLICES, _ADMITTED + 2 * HASH_SLICES
 _HEAD = _ADMITTED + 3 * HASH_SLICES
 """Numbers of a table; those of what has happened are kept by slice."""
@@ -180,11 +180,15 @@ _ONLY: Ints = np.zeros(1, np.int64)
 """The only row of a matrix."""
 
 
+_MAX_STEP = (1 << 31) - (1 << 20)
+"""More updates than a table ever has: they are counted in 32 bits."""
+_MOST_STATES, _LONGEST = 16, 64
+"""The most entries of an optimizer's state, and the longest name of one."""
 _CANDIDATE, _STATE = "candidate ", "state "
 """Begin of the names of what `slice_state` has of rows that may not come yet, and of the optimizer's state."""
 
 
-def _checked_rows(given: Mapping[str, StateValue], begin: str, number: int) -> Ints:
+def _checked_rows(given: Mapping[str, StateValue], begin: str, number: int, step: int) -> Ints:
     """Return the row numbers that `slice_state` has returned. Raises ProtocolError if they cannot be that."""
     found = [given.get(begin + name) for name in ("rows", "touched", "counts")]
     dtypes = [one.dtype if isinstance(one, Tensor) and one.dim() == 1 else None for one in found]
@@ -194,7 +198,7 @@ def _checked_rows(given: Mapping[str, StateValue], begin: str, number: int) -> I
         if (
             is_here
             and len({len(one) for one in found if isinstance(one, Tensor)}) == 1
-            and (touched > 0).all()
+            and ((touched > 0) & (touched <= step)).all()
         ):
             checked: Ints = rows.astype(np.int64, copy=False)
             return checked
@@ -335,10 +339,11 @@ class HashTable:
         self._allocate, self._protect, self._claim = allocate, protect, claim
         self._claimed = 0
         """Bytes that are claimed."""
-        self.room = room or slots_that_fit(width * self.dtype.itemsize)
         memory = allocate("head", 8 * _HEAD + _ENTRIES)[: 8 * _HEAD + _ENTRIES]
         self._head_memory = memory[: 8 * _HEAD].view(1, -1)
         self._head: Ints = memory[: 8 * _HEAD].view(torch.int64).numpy()
+        self.room = room or int(self._head[_ROOM]) or slots_that_fit(width * self.dtype.itemsize)
+        self._head[_ROOM] = self.room
         self._entries = memory[8 * _HEAD :].view(1, -1)
         """What the optimizer's state consists of."""
         self.slots = RowSlots(
@@ -649,10 +654,13 @@ class HashTable:
                 scatter_rows(entry, slots, entry.new_zeros(len(slots), *entry.shape[1:]))
 
     def _new_entry(self, name: str, like: Tensor) -> Tensor:
-        """Reserve an array of the state: a row for each slot, of the form of those of `like`."""
+        """Reserve an array of the state: a row for each slot, of the form of those of `like`, zero where rows are."""
         shape = like.shape[1:] if like.dim() > 1 else (self.width,)
         dtype = compute_dtype(_name_of(self.dtype)) if like.is_floating_point() else like.dtype
-        return self._reserve(f"state.{name}", dtype, shape)
+        entry = self._reserve(f"state.{name}", dtype, shape)
+        # Memory that outlives a process may have what an optimizer, or an update that was undone, has left there.
+        entry[: self.slots.end].zero_()
+        return entry
 
     def _reserve(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = math.prod((self.room, *shape))
@@ -701,7 +709,7 @@ class HashTable:
                 continue
             rows, ages, counts = slots.rows[own], slots.touched[own], slots.counts[own]
             order = np.lexsort((rows, counts, ages) if self.options.evict == "lru" else (rows, ages, counts))
-            self._remove(own[order[: len(own) - int(most * _CROWDED)]])
+            self._remove(own[order[: len(own) - (most - most // _CROWDED)]])
 
     # ---------------------------------------------------------------- slices, to be moved and saved
 
@@ -709,7 +717,7 @@ class HashTable:
         """Copy all of a slice: its rows, ascending, their state, and the rows that may not come yet."""
         found: dict[str, StateValue] = {}
         for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):
-            which = self._slots_of_slice(slots, number)
+            which = self._slots_of_slice(slots, number, with_expired=False)
             found[f"{begin}rows"] = torch.from_numpy(slots.rows[which])
             found[f"{begin}touched"] = torch.from_numpy(slots.touched[which])
             found[f"{begin}counts"] = torch.from_numpy(slots.counts[which])
@@ -726,10 +734,11 @@ class HashTable:
         state = {f"{_STATE}{name}": value for name, value in self.values.items() if _is_array(value)}
         return {"weights": self.weights, **own, **state}
 
-    def _slots_of_slice(self, slots: RowSlots, number: int) -> Ints:
+    def _slots_of_slice(self, slots: RowSlots, number: int, with_expired: bool = True) -> Ints:
         """Return the slots of a slice's rows, in the order of their numbers."""
         live = slots.live()
         live = live[slices_of_hashes(slots.rows[live]) == number]
+        live = live if with_expired else live[~self._have_expired(slots, live)]
         found: Ints = live[slots.rows[live].argsort()]
         return found
 
@@ -749,23 +758,18 @@ class HashTable:
             OptimizerError: There is no room for it; nothing has changed.
         """
         # 1. Check it.
-        rows = {begin: _checked_rows(given, begin, number) for begin in ("", _CANDIDATE)}
+        rows = {begin: _checked_rows(given, begin, number, step) for begin in ("", _CANDIDATE)}
         arrays = {
             name: value for name, value in given.items()
             if _is_array(value) and (name in ("weights", "wide weights") or name.startswith(_STATE))
         }  # fmt: skip
-        fits = all([len(value) == len(rows[""]) for value in arrays.values()])
-        weights, figures = arrays.get("weights"), given.get("figures")
-        fits = fits and weights is not None and tuple(weights.shape[1:]) == (self.width,)
-        if (
-            not fits
-            or weights is None
-            or weights.dtype != self.dtype
-            or tuple(getattr(figures, "shape", ())) != (1, 3)
-        ):
-            raise ProtocolError(
-                f"this is not a slice of hash table {self.name!r}, whose rows have {self.width} elements"
-            )
+        self._check_arrays(arrays, given, len(rows[""]))
+        figures = given.get("figures")
+        is_figures = (
+            isinstance(figures, Tensor) and figures.dtype is torch.int64 and tuple(figures.shape) == (1, 3)
+        )
+        if not is_figures or not 0 < step < _MAX_STEP:
+            raise ProtocolError(f"this is not a slice of hash table {self.name!r} after a number of updates")
         former = {
             begin: self._slots_of_slice(slots, number)
             for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates))
@@ -787,6 +791,27 @@ class HashTable:
         self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]] = np.asarray(figures)[0]
         self._head[_STEP] = step
         self._keep_entries()
+
+    def _check_arrays(
+        self, arrays: Mapping[str, Tensor], given: Mapping[str, StateValue], count: int
+    ) -> None:
+        """Raise ProtocolError unless the values of a slice's rows have the forms of this table."""
+        shapes = {name: tuple(array.shape[1:]) for name, array in self._named_arrays().items()}
+        shapes["wide weights"] = (self.width,)
+        fits = "weights" in arrays and arrays["weights"].dtype == self.dtype
+        for name, value in arrays.items():
+            shape = tuple(value.shape[1:])
+            fits &= (
+                len(value) == count and shape == shapes.get(name, shape) and math.prod(shape) <= self.width
+            )
+        state = {name: value for name, value in given.items() if name.startswith(_STATE)}
+        fits &= len(state) <= _MOST_STATES and all([len(name) <= _LONGEST for name in state])
+        for value in state.values():
+            fits &= isinstance(value, bool | int | float | Tensor)
+        if not fits:
+            raise ProtocolError(
+                f"this is not a slice of hash table {self.name!r}, whose rows have {self.width} elements"
+            )
 
     def _put_arrays(self, slots: Ints, arrays: Mapping[str, Tensor], given: Mapping[str, StateValue]) -> None:
         state = {name.removeprefix(_STATE): value for name, value in given.items() if name.startswith(_STATE)}

@@ -121,13 +121,16 @@ class Shard:
         Args:
             memory: dtype → flat memory to use for the weights: the arenas of a plan for one server.
         """
-        unit = self.storage.add(plan, server, memory)
-        self.units.append(unit)
-        for at in sorted(unit.keys):
-            spec = plan.specs[at]
+        # First what may fail.
+        keys = {segment.key for slice_ in plan.slices_of(server) for segment in slice_.segments}
+        tables = {}
+        for at in sorted(keys):
+            spec, key = plan.specs[at], self.storage.num_keys + at
             if spec.hash_table is not None:
-                key = unit.first_key + at
-                self.hash_tables[key] = self._make_hash_table(key, spec, spec.hash_table)
+                tables[key] = self._make_hash_table(key, spec, spec.hash_table)
+        unit = self.storage.add(plan, server, memory)
+        self.hash_tables |= tables
+        self.units.append(unit)
         self.counts = np.concatenate([self.counts, np.zeros(len(plan.specs), np.int64)])
         return unit
 
@@ -274,6 +277,11 @@ class Shard:
             self._check_factors(contributions)
         has_rows = any([given.rows for given in contributions])
         by_rows = self._sums.given_as_rows(contributions) if has_rows else ()
+        for key in self.hash_tables.keys() & by_rows:
+            raise ConfigurationError(
+                f"rows of hash table {self.hash_tables[key].name!r} came without an optimizer that updates them; set "
+                "it on every worker before the first push"
+            )
         for key in by_rows:
             layout = self.storage.layouts[key]
             rows = self._sums.sum_of_rows([layout], contributions)
@@ -329,6 +337,12 @@ class Shard:
         """
         units = self.units if units is None else units
         for key, table in self.hash_tables.items():
+            if any([key in one.rows for one in contributions]) and key not in self._sums.given_as_rows(
+                contributions
+            ):
+                raise OptimizerError(
+                    f"a rank has given hash table {table.name!r} something else than rows; nothing was applied"
+                )
             table.check_update([one.rows[key].ids.numpy() for one in contributions if key in one.rows])
         failpoint("server.update.begin")
         keeps_undos = optimizer.may_raise or self.keeps_undos

@@ -25,50 +25,91 @@ from kvstore_server.plan import (
     hash_table_spec,
 )
 from kvstore_server.shard.id_index import IdIndex, Ints, ids_of_rows, row_numbers
-from kvtrainer.common.tensors import flatten_id_tensor
+from kvtrainer.common.tensors import flatten_id_tensor, tensor_dtype_name
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.memory.row_sparse import RowSparseParameter, Source
 
+_GENERATIONS, _KEPT = 16, 1 << 20
+"""How many generations of handles, and how many handles, are kept."""
+_LAST = MAX_ROWS - (1 << 30)
+"""From this handle on, numbering begins anew with the next generation."""
 _HOTTEST = 10
 """Ids that `stats` names."""
 
 
 class RowHandles:
-    """Numbers row numbers from 0 on, in the order in which they come. The first ones need no index."""
+    """Numbers the rows of gradients, generation by generation; a row has another handle in each.
+
+    A generation begins when no gradient is pending. Former ones are kept for gradients that the loop has put aside:
+    at least `_GENERATIONS` of them, and as many as have `_KEPT` rows together.
+    """
 
     def __init__(self) -> None:
-        self._rows: Ints = np.zeros(0, np.int64)
+        self._parts: list[Ints] = []
+        """The rows of each generation."""
+        self._begins: list[int] = []
+        """Its first handle."""
         self._index: IdIndex | None = None
-        self._end = 0
+        """Of the last one, if its rows came in several calls."""
+        self._kept = self._end = 0
 
     def __len__(self) -> int:
-        return self._end
+        """Return how many handles are known."""
+        return self._kept
+
+    def restart(self) -> None:
+        """Begin a generation, unless the last one is empty."""
+        if not self._parts or not len(self._parts[-1]):
+            return
+        if self._end >= _LAST:  # gradients that were put aside so long ago are refused
+            self._parts, self._begins, self._kept, self._end = [], [], 0, 0
+        while len(self._parts) > _GENERATIONS and self._kept - len(self._parts[0]) >= _KEPT:
+            self._kept -= len(self._parts.pop(0))
+            del self._begins[0]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parts.append(np.zeros(0, np.int64))
+        self._begins.append(self._end)
+        self._index = None
 
     def of(self, rows: Ints) -> Ints:
-        """Return the handles of rows (distinct); those that have none get the next."""
-        if not self._end:
-            self._rows, self._end = rows, len(rows)
-            return np.arange(self._end)
-        if self._index is None:
-            self._rows = self._rows.copy()
-            self._index = IdIndex(self._rows)
-            self._index.insert(np.arange(self._end))
-        found = self._index.find(rows)
-        new = np.flatnonzero(found < 0)
-        end = self._end + len(new)
-        if end > len(self._rows):
-            size = max(2 * len(self._rows), end)
-            self._rows = np.concatenate([self._rows, np.zeros(size - len(self._rows), np.int64)])
-            self._index.rows = self._rows
-        found[new] = np.arange(self._end, end)
-        self._rows[self._end : end] = rows[new]
-        self._index.insert(found[new])
-        self._end = end
-        return found
+        """Return the handles of rows (distinct); those that have none in this generation get the next."""
+        if not self._parts:
+            self._begin()
+        known, begin = self._parts[-1], self._begins[-1]
+        if not len(known):
+            found, new = np.arange(len(rows)), rows
+        else:
+            if self._index is None:
+                self._index = IdIndex(known)
+                self._index.insert(np.arange(len(known)))
+            found = self._index.find(rows)
+            missing = np.flatnonzero(found < 0)
+            new = rows[missing]
+            found[missing] = np.arange(len(known), len(known) + len(new))
+        self._parts[-1] = np.concatenate([known, new])
+        if self._index is not None:
+            self._index.rows = self._parts[-1]
+            self._index.insert(np.arange(len(known), len(self._parts[-1])))
+        self._kept += len(new)
+        self._end += len(new)
+        return found + begin
 
     def rows(self, handles: Ints) -> Ints:
-        return self._rows[handles]
+        """Return the rows of handles. Raises RowSparseError for those of a generation that is not kept."""
+        if not len(handles):
+            return handles
+        first = self._begins[0] if self._begins else self._end
+        if handles.min() < first or handles.max() >= self._end:
+            raise RowSparseError(
+                "a gradient of a hash table was put aside so many steps ago that its rows are not known any more; use "
+                "it within some steps"
+            )
+        if handles.min() >= self._begins[-1]:
+            return self._parts[-1][handles - self._begins[-1]]
+        return np.concatenate(self._parts)[handles - first]
 
 
 @uncompiled
@@ -95,7 +136,8 @@ class HashTableParameter(RowSparseParameter):
     ) -> HashTableParameter:
         if not check.is_integer(dim, 1):
             raise ConfigurationError(f"the rows of a hash table have 1 element or more, got dim={dim!r}")
-        check_hash_table_options("this table", options)
+        kind = tensor_dtype_name(torch.get_default_dtype() if dtype is None else dtype)
+        check_hash_table_options("this table", options, kind)
         self = super().__new__(cls, (MAX_ROWS, dim), dtype=dtype, device=device, requires_grad=requires_grad)
         assert isinstance(self, HashTableParameter)
         self.options, self.handles = options, RowHandles()
@@ -138,7 +180,8 @@ class HashTableParameter(RowSparseParameter):
             device = self.device
         ids, shape = flatten_id_tensor(self._name(), row_ids, 0)
         ordered = sort_row_ids(row_numbers(ids.numpy()))
-        self._restart_handles()
+        if self.grad is None or (self.grad.is_sparse and not self.grad._nnz()):
+            self.handles.restart()
         return shape, ordered, owner.row_sparse_pull(self, ordered.ids).to(device)
 
     def _read_ids(self, row_ids: Any) -> Tensor:
@@ -170,10 +213,11 @@ class HashTableParameter(RowSparseParameter):
         zero = torch.zeros((), dtype=self.dtype, device="cpu")
         return lambda start, numel: zero.expand(numel)
 
-    def _restart_handles(self) -> None:
-        """Forget handles while no gradient has any: between two steps, and outside of a backward pass."""
-        if len(self.handles) and self.grad is None and torch._C._current_graph_task_id() == -1:
-            self.handles = RowHandles()
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RowSparseError(
+            f"{self._name()} cannot be pickled, because its rows live in a store; save them with trainer.save_states, "
+            "and the module's state_dict(), which leaves them out"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HashTableParameter:
         if self._is_placed or self._owner is not None:
@@ -198,10 +242,13 @@ class HashTableParameter(RowSparseParameter):
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the table, summed over servers; see `kvtrainer.Embedding.stats`."""
-        name = self._label
+        name, owner = self._label, self._ready_owner()
+        owner.row_sparse_pull(
+            self, torch.zeros(0, dtype=torch.int64, device="cpu")
+        )  # what was loaded is there then
         found = [
             table["hash_tables"][name]
-            for server in self._ready_owner().server_stats()
+            for server in owner.server_stats()
             for table in server["tables"]
             if name in table["hash_tables"]
         ]

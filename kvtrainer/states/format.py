@@ -274,9 +274,18 @@ def _state_segments_of_key(plan: Plan, kept: Mapping[int, States], key: int) -> 
 def _join_hash_slices(slices: Sequence[Mapping[str, Any]]) -> State:
     """Return the rows of a hash table, in the order of their numbers, with all that belongs to them."""
     found: State = {}
-    for name, value in slices[0].items():
-        is_by_row = isinstance(value, Tensor) and value.dim() > 0
-        found[name] = torch.cat([one[name] for one in slices]) if is_by_row else value
+    # A server that has no rows yet does not know all entries.
+    for name in dict.fromkeys(name for one in slices for name in one):
+        first = next(one[name] for one in slices if name in one)
+        if not isinstance(first, Tensor) or not first.dim():
+            found[name] = first
+            continue
+        parts = [one.get(name) for one in slices]
+        counts = [len(one["candidate rows" if name.startswith("candidate ") else "rows"]) for one in slices]
+        none = [first.new_zeros(count, *first.shape[1:]) for count in counts]
+        found[name] = torch.cat(
+            [zero if part is None else part for part, zero in zip(parts, none, strict=True)]
+        )
     return found
 
 

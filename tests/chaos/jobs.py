@@ -36,7 +36,7 @@ faulthandler.register(signal.SIGUSR1)
 from kvstore_server.cli import run_server_cli
 run_server_cli()
 """
-_MAX_STARTS = 100
+_MAX_STARTS = 1000
 """Of one process in a job: more are a crash loop."""
 
 

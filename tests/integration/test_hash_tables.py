@@ -125,6 +125,32 @@ def test_saved_tables_go_on_on_any_number_of_servers(
             assert torch.equal(worker.train(8, 16), expected)
 
 
+def test_a_table_is_saved_of_which_some_servers_have_no_rows(
+    processes: Processes, members: Members, tmp_path: Path
+) -> None:
+    for id_ in range(4):
+        states, ids, changes = tmp_path / str(id_), torch.tensor([id_]), []
+        for store in (members.join(processes.servers(2), 0, 1, new_name()), "local"):
+            table = kvtrainer.Embedding(4)
+            options = {"learning_rate": 0.1}
+            with kvtrainer.Trainer([("t", table.weight)], "adagrad", options, kvstore=store) as trainer:
+                if store == "local":
+                    trainer.load_states(states)
+                    assert table.stats()["rows"] == 1
+                for _ in range(5):
+                    table(ids).sum().backward()
+                    trainer.step(1)
+                    table.weight.grad = None
+                if store != "local":
+                    trainer.save_states(states)
+                before = table(ids).detach()
+                table(ids).sum().backward()
+                trainer.step(1)
+                changes.append(float((before - table(ids)).detach().max()))
+        # Adagrad's steps: the sum of squares is that of 6 and of 11 gradients.
+        assert changes == pytest.approx([0.1 / 6**0.5, 0.1 / 11**0.5], rel=1e-4)
+
+
 def test_a_table_of_another_width_is_not_loaded(tmp_path: Path) -> None:
     states = tmp_path / "states"
     narrow, wide = (kvtrainer.Embedding(dim) for dim in (3, 4))

@@ -14,6 +14,7 @@ import kvtrainer
 from kvstore_server.shard.hash_table import initial_rows
 from kvstore_server.shard.id_index import row_numbers
 from kvtrainer.errors import ConfigurationError, RowSparseError
+from kvtrainer.memory import hash_table
 
 BIG = 2**63 - 1
 IDS = [5, -7, 2**53 + 1, 2**53, 5, BIG, 0, -BIG - 1, 5, 0]
@@ -68,9 +69,49 @@ def test_a_backward_pass_after_the_rows_have_been_numbered_anew_trains_its_own_r
             early.sum().backward()
             trainer.step(1)
             table.weight.grad = None
-        assert len(table.weight.handles) <= 14 + 4  # those of a step
         assert table(torch.arange(40)).flatten().tolist() == [-1.0] * 40
         assert table(torch.arange(100, 110)).flatten().tolist() == [-10.0] * 10
+
+
+def test_a_gradient_that_was_put_aside_trains_its_own_rows() -> None:
+    table = kvtrainer.Embedding(1, init="constant", scale=0.0)
+    with trained(table) as trainer:
+        kept = []
+        for first in (100, 150, 500):
+            table(torch.arange(first, first + 100)).sum().backward()
+            kept.append(table.weight.grad)
+            table.weight.grad = None
+        table.weight.grad = kept[0] + kept[1] + kept[2]
+        trainer.step(1)
+        assert table(torch.arange(100, 250)).flatten().tolist() == [-1.0] * 50 + [-2.0] * 50 + [-1.0] * 50
+        assert table(torch.arange(500, 600)).flatten().tolist() == [-1.0] * 100
+
+
+def test_a_gradient_that_is_older_than_all_that_is_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hash_table, "_KEPT", 10)
+    table = kvtrainer.Embedding(1, init="constant", scale=0.0)
+    with trained(table) as trainer:
+        table(torch.arange(10)).sum().backward()
+        old, table.weight.grad = table.weight.grad, None
+        for _ in range(20):
+            table(torch.arange(10)).sum().backward()
+            trainer.step(1)
+            table.weight.grad = None
+        table.weight.grad = old
+        with pytest.raises(RowSparseError):
+            trainer.step(1)
+        assert table(torch.arange(10)).flatten().tolist() == [-20.0] * 10
+
+
+def test_handles_take_bounded_memory_however_gradients_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hash_table, "_KEPT", 100)
+    table = kvtrainer.Embedding(1)
+    with trained(table) as trainer:
+        for first in range(0, 4000, 100):
+            table(torch.arange(first, first + 100)).sum().backward()
+            trainer.step(1)
+            trainer.zero_grad(set_to_none=first % 200 == 0)
+        assert len(table.weight.handles) <= 20 * 100
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -131,6 +172,7 @@ def test_the_padding_row_is_zero_and_stays_so() -> None:
         trainer.step(1)
         assert table(torch.tensor([3])).tolist() == [[0.0, 0.0]]
         assert bool((table(torch.tensor([1])) - initial(table, [1]) + 2.0).abs().max() < 1e-6)
+        assert (table.stats()["rows"], table.stats()["hottest"]) == (1, {1: 1})
 
 
 def test_gradients_of_many_lookups_of_a_row_in_half_precision_are_summed_in_float32() -> None:
@@ -198,6 +240,9 @@ def test_bags_that_do_not_fit_are_refused(ids: Any, offsets: Any, weights: Any) 
         {"max_rows": 2**40},
         {"max_rows": 1.5},
         {"seed": None},
+        {"seed": 2**64},
+        {"init": "constant", "scale": 1e10, "dtype": torch.float16},
+        {"scale": 1e39},
         {"scale": "1"},
         {"dim": 0},
         {"dim": 2.0},

@@ -165,7 +165,7 @@ class Model:
                     _, age, count = self.rows[id_]
                     return (age, count, _row(id_)) if by_age else (count, age, _row(id_))
 
-                for id_ in sorted(own, key=rank)[: len(own) - int(most * 0.9)]:
+                for id_ in sorted(own, key=rank)[: len(own) - (most - most // 10)]:
                     del self.rows[id_]
 
 
@@ -261,6 +261,13 @@ def test_a_table_that_was_moved_goes_on_with_the_same_bits(
         {"weights": torch.zeros(2, 3, dtype=torch.float64)},
         {"state history": torch.zeros(1, 3)},
         {"figures": torch.zeros(3, dtype=torch.int64)},
+        {"figures": torch.full((1, 3), float("nan"))},
+        {"touched": torch.tensor([1, 3], dtype=torch.int32)},
+        {"state sum": torch.zeros(2, 4)},
+        {"wide weights": torch.zeros(2, 4)},
+        {"state " + "x" * 5000: 1.0},
+        {"state a": object()},
+        {f"state {at}": 1.0 for at in range(200)},
         {"candidate rows": torch.tensor([1.0])},
     ],
 )
@@ -345,6 +352,66 @@ def test_what_an_update_has_changed_is_known_and_can_be_undone(
         assert torch.equal(read(other, CROWDED), after)
         for name, one in saved.items():
             memory[name].copy_(one)
+
+
+WITH_STATE = [(name, options) for name, options in EVERY_OPTIMIZER if (name, options) != EVERY_OPTIMIZER[0]]
+
+
+@pytest.mark.parametrize(("name", "options"), WITH_STATE)
+def test_memory_that_has_been_used_before_leaves_nothing_in_a_new_state(
+    name: str, options: dict[str, Any]
+) -> None:
+    made, plain = optimizer_and_options(name, options), optimizer_and_options("sgd", {"learning_rate": 0.1})
+    kept, memory, count = Kept(), dict[str, Tensor](), 9000  # more rows than are updated at once
+
+    def allocate(label: str, nbytes: int) -> Tensor:
+        return memory.setdefault(label, torch.zeros(nbytes, dtype=torch.uint8))
+
+    def make() -> HashTable:
+        return HashTable("t", 32, "float32", HashTableOptions(), allocate, kept.protect, room=20_000)
+
+    fresh = HashTable("t", 32, "float32", HashTableOptions(), room=20_000)
+    grads = torch.ones(count, 32)
+    # 1. A process dies in the middle of the first update, and its successor makes it.
+    table = make()
+    update(table, range(count), grads, made)
+    kept.undo([*table._arrays(), table.slots.memory, table._head_memory, table._entries])
+    table = make()
+    table.restore()
+    for one in (table, fresh):
+        update(one, range(count), grads, made)
+    assert torch.equal(read(table, range(count)), read(fresh, range(count)))
+    # 2. Another optimizer, and the first one again, which updates some rows and then all.
+    for one in (table, fresh):
+        one.forget_state()
+        update(one, range(count), grads, plain)
+        one.forget_state()
+        update(one, range(10), grads[:10], made)
+        update(one, range(count), grads, made)
+    assert torch.equal(read(table, range(count)), read(fresh, range(count)))
+
+
+@pytest.mark.parametrize("max_rows", [1, 100, 128, 129, 256, 1000, 5000])
+def test_a_table_keeps_about_as_many_rows_as_it_may_have(max_rows: int) -> None:
+    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    table = HashTable("t", 1, "float32", HashTableOptions(max_rows=max_rows), room=50_000)
+    for first in range(0, 20_000, 2000):
+        update(table, range(first, first + 2000), torch.ones(2000, 1), made)
+    per_slice = -(-max_rows // HASH_SLICES)
+    assert 0.85 * per_slice * HASH_SLICES <= table.stats().rows <= per_slice * HASH_SLICES
+
+
+def test_rows_that_wait_expire_also_after_another_optimizer_has_come() -> None:
+    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    table = HashTable("t", 1, "float32", HashTableOptions(admit_after=2, expire_after=3), room=100)
+    for _ in range(50):
+        update(table, [1], torch.ones(1, 1), made)
+    update(table, [2], torch.ones(1, 1), made)
+    table.forget_state()
+    for _ in range(10):
+        update(table, [1], torch.ones(1, 1), made)
+    update(table, [2], torch.ones(1, 1), made)
+    assert table.stats().rows == 1
 
 
 def test_rows_that_have_expired_make_room_bit_by_bit() -> None:
