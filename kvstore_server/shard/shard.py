@@ -127,7 +127,12 @@ class Shard:
         for at in sorted(keys):
             spec, key = plan.specs[at], self.storage.num_keys + at
             if spec.hash_table is not None:
-                tables[key] = self._make_hash_table(key, spec, spec.hash_table)
+                try:
+                    tables[key] = self._make_hash_table(key, spec, spec.hash_table)
+                except MemoryError as error:
+                    raise ConfigurationError(
+                        f"there is no room for hash table {spec.key!r}: {error}"
+                    ) from None
         unit = self.storage.add(plan, server, memory)
         self.hash_tables |= tables
         self.units.append(unit)

@@ -280,3 +280,17 @@ def test_rows_beyond_the_memory_of_a_server_are_refused_with_numbers(
         table(torch.arange(0, 1100)).sum().backward()
         trainer.step(1)
         assert torch.allclose(table(torch.arange(1100)), before[:1100] - 1)
+
+
+def test_a_table_for_which_there_are_no_addresses_is_refused_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore_server.shard.hash_table.slots_that_fit", lambda _nbytes: 1 << 58)
+    table = kvtrainer.Embedding(4)
+    trainer = kvtrainer.Trainer([("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore="local")
+    with trainer, pytest.raises(ConfigurationError, match="'t'"):
+        table(IDS)
+    monkeypatch.undo()
+    other = kvtrainer.Embedding(4)
+    with kvtrainer.Trainer([("t", other.weight)], "sgd", {"learning_rate": 1.0}, kvstore="local"):
+        assert other(IDS).shape == (60, 4)
