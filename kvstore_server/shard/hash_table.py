@@ -102,7 +102,7 @@ def table_memory(_name: str, nbytes: int) -> Tensor:
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"the system has no addresses for {nbytes} bytes: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes > _SMALL_PAGES:
-        with suppress(OSError):  # rows are read at random, and each small page would be looked up anew
+        with suppress(OSError):  # rows are read at random, which small pages would slow down
             room.madvise(mmap.MADV_HUGEPAGE, _SMALL_PAGES)
     return torch.from_numpy(np.frombuffer(room, np.uint8))
 
@@ -212,7 +212,7 @@ class RowSlots:
 
     Args:
         memory: Of 16 bytes a slot.
-        head: Numbers of the table, of which two are `end` and `swept`.
+        head: Numbers of the table; `end` and `swept` are two of them.
         at: Where these are.
         protect: Is called before slots are changed.
     """
@@ -544,7 +544,7 @@ class HashTable:
             scatter_rows(self.master, slots, part.master)
 
     def forget_state(self) -> None:
-        """Forget the optimizer's state, because another optimizer follows. The clock begins anew."""
+        """Forget the optimizer's state, because another optimizer follows. The clock restarts at 0."""
         self._protect(self._head_memory, _ONLY)
         for slots in (self.slots, self._candidates):
             live = slots.live()
@@ -568,12 +568,12 @@ class HashTable:
         return max(len(self.slots), len(self._candidates)) + count > self.room
 
     def _needs(self, count: int) -> int:
-        """Return the bytes that the table takes with so many rows more."""
+        """Return the bytes that the table takes with `count` more rows."""
         used = max(self.slots.end, len(self) + count) * sum([array[:1].nbytes for array in self._arrays()])
         return used + (self.slots.end + self._candidates.end + count) * (_SLOT.itemsize + _INDEXED)
 
     def check_room(self, count: int) -> None:
-        """Raise OptimizerError if there is no room for so many rows more."""
+        """Raise OptimizerError if there is no room for `count` more rows."""
         if self._is_full(count):
             raise OptimizerError(
                 f"the hash table {self.name!r} has {len(self)} rows on this server, which has memory for {self.room}; "
@@ -751,7 +751,10 @@ class HashTable:
             slots.remove(self._slots_of_slice(slots, number))
 
     def put_slice_state(self, number: int, step: int, given: Mapping[str, StateValue]) -> None:
-        """Replace all of a slice by what `slice_state` has returned, after so many updates.
+        """Replace all of a slice by what `slice_state` has returned.
+
+        Args:
+            step: How many updates the table had then.
 
         Raises:
             ProtocolError: It does not fit this table; nothing has changed.

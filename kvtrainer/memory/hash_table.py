@@ -33,7 +33,7 @@ from kvtrainer.memory.row_sparse import RowSparseParameter, Source
 _GENERATIONS, _KEPT = 16, 1 << 20
 """How many generations of handles, and how many handles, are kept."""
 _LAST = MAX_ROWS - (1 << 30)
-"""From this handle on, numbering begins anew with the next generation."""
+"""From this handle on, numbering restarts from 0 with the next generation."""
 _HOTTEST = 10
 """Ids that `stats` names."""
 
@@ -104,8 +104,8 @@ class RowHandles:
         first = self._begins[0] if self._begins else self._end
         if handles.min() < first or handles.max() >= self._end:
             raise RowSparseError(
-                "a gradient of a hash table was put aside so many steps ago that its rows are not known any more; use "
-                "it within some steps"
+                "a gradient of a hash table was put aside for many steps, and its rows are not known any more; use it "
+                "within some steps"
             )
         if handles.min() >= self._begins[-1]:
             return self._parts[-1][handles - self._begins[-1]]
@@ -201,7 +201,7 @@ class HashTableParameter(RowSparseParameter):
     def detach(self) -> NoReturn:
         """Raise RowSparseError: there is no tensor of all rows."""
         raise RowSparseError(
-            f"{self._name()} is a hash table, of which there is no tensor of all rows; `trainer.save_states` saves it, "
+            f"{self._name()} is a hash table, and there is no tensor of all its rows; `trainer.save_states` saves it, "
             "and in a kvtrainer.Embedding state_dict() leaves it out"
         )
 
