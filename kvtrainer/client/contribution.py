@@ -85,7 +85,7 @@ class Contribution(NamedTuple):
     mean: tuple[float, int] | None = None
 
     def over(self, num_members: int) -> Contribution:
-        """Return the contribution to a round of so many members."""
+        """Return the contribution to a round with `num_members` members."""
         if self.mean is None:
             return self
         factor, parts = self.mean

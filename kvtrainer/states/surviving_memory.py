@@ -148,7 +148,7 @@ class SurvivingMemory:
         return self._data[offset : offset + capacity]
 
     def make_room(self, slot: np.ndarray, nbytes: int) -> None:
-        """Give a slot a place of at least so many bytes at the end of the file, in whole pages; free its former one.
+        """Give a slot a place of at least `nbytes` bytes at the end of the file, in whole pages; free its former one.
 
         Raises ConfigurationError without memory.
         """
