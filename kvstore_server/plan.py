@@ -117,10 +117,9 @@ class TensorSpec(NamedTuple):
 
 def tensor_spec_from(values: Sequence[Any]) -> TensorSpec:
     """Return the spec with these `fields`."""
-    key, shape, dtype, group, row_sparse, *options = values
-    return TensorSpec(
-        key, tuple(shape), dtype, group, row_sparse, *[HashTableOptions(*one) for one in options]
-    )
+    key, shape, dtype, group, row_sparse, *more = values
+    options = [HashTableOptions(*one) for one in more if one is not None]
+    return TensorSpec(key, tuple(shape), dtype, group, row_sparse, *options)
 
 
 def hash_table_spec(

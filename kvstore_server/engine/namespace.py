@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -250,7 +251,8 @@ class Namespace:
         self.changes = None if mark is None else ImageChanges(mark, BoundedCache(self.rounds.slots))
         """What the next image contains; None: the state ends with the process."""
         self.shard = Shard(leases, journal, prefix)
-        self.shard.claim = self.claim
+        space = weakref.proxy(self)  # no cycle: the memory of a namespace is free when it ends
+        self.shard.claim = lambda nbytes, what: space.claim(nbytes, what)
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}
         """Name of a table → its number."""

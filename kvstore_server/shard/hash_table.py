@@ -55,6 +55,8 @@ from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints
 Counts = npt.NDArray[np.int32]
 AllocateTable = Callable[[str, int], Tensor]
 """(name, bytes) → that much memory as uint8, zero, whose pages are provided as they are written."""
+Claim = Callable[[int, str], object]
+"""(bytes, what needs them) claims memory before it is used. Raises ConfigurationError if there is too little."""
 FormerRows = Callable[[Tensor], tuple[Ints, Tensor] | None]
 ProtectRows = Callable[[Tensor, Ints], object]
 """Keeps these rows of an array, which are changed next, until the change is complete."""
@@ -76,6 +78,10 @@ _CLAIMED_AHEAD = 16
 """A sixteenth of the memory in use is claimed in advance."""
 _BLOCK = 1 << 16
 """Rows whose state is created at once."""
+
+
+def no_claim(_nbytes: int, _what: str) -> None:
+    """Claim nothing."""
 
 
 class HashTableStats(NamedTuple):
@@ -320,7 +326,6 @@ class HashTable:
         dtype: Of the weights, as named in plans.
         allocate: Memory of the arrays. What a former process has left there is found by `restore`.
         protect: Is called before rows of an array are changed.
-        claim: Claims bytes for some purpose, before they are used. Raises ConfigurationError if there are too few.
         room: Slots to reserve; 0: as many as can fit into the memory of this machine.
     """
 
@@ -332,11 +337,10 @@ class HashTable:
         options: HashTableOptions,
         allocate: AllocateTable = table_memory,
         protect: ProtectRows = lambda _array, _slots: None,
-        claim: Callable[[int, str], object] = lambda _nbytes, _what: None,
         room: int = 0,
     ) -> None:
         self.name, self.width, self.dtype, self.options = name, width, torch_dtype(dtype), options
-        self._allocate, self._protect, self._claim = allocate, protect, claim
+        self._allocate, self._protect = allocate, protect
         self._claimed = 0
         """Bytes that are claimed."""
         memory = allocate("head", 8 * _HEAD + _ENTRIES)[: 8 * _HEAD + _ENTRIES]
@@ -555,14 +559,14 @@ class HashTable:
 
     # ---------------------------------------------------------------- rows that come
 
-    def check_update(self, given: Sequence[Ints]) -> None:
+    def check_update(self, given: Sequence[Ints], claim: Claim) -> None:
         """Raise OptimizerError if there is no room for the rows that come with these row numbers, of several ranks."""
         count = sum(map(len, given))
         if count and (self._needs(count) > self._claimed or self._is_full(count)):
             # Count only those that are not there.
             rows = np.unique(np.concatenate(given))
             count = int(np.count_nonzero(self.slots.find(rows) < 0))
-        self.check_room(count)
+        self.check_room(count, claim)
 
     def _is_full(self, count: int) -> bool:
         return max(len(self.slots), len(self._candidates)) + count > self.room
@@ -572,7 +576,7 @@ class HashTable:
         used = max(self.slots.end, len(self) + count) * sum([array[:1].nbytes for array in self._arrays()])
         return used + (self.slots.end + self._candidates.end + count) * (_SLOT.itemsize + _INDEXED)
 
-    def check_room(self, count: int) -> None:
+    def check_room(self, count: int, claim: Claim) -> None:
         """Raise OptimizerError if there is no room for `count` more rows."""
         if self._is_full(count):
             raise OptimizerError(
@@ -583,7 +587,7 @@ class HashTable:
         if used > self._claimed:
             more = used + used // _CLAIMED_AHEAD - self._claimed
             try:
-                self._claim(more, f"the hash table {self.name!r}, which has {len(self)} rows,")
+                claim(more, f"the hash table {self.name!r}, which has {len(self)} rows,")
             except ConfigurationError as error:
                 raise OptimizerError(f"{error}; nothing was applied") from None
             self._claimed += more
@@ -750,7 +754,9 @@ class HashTable:
         for slots in (self.slots, self._candidates):
             slots.remove(self._slots_of_slice(slots, number))
 
-    def put_slice_state(self, number: int, step: int, given: Mapping[str, StateValue]) -> None:
+    def put_slice_state(
+        self, number: int, step: int, given: Mapping[str, StateValue], claim: Claim = no_claim
+    ) -> None:
         """Replace all of a slice by what `slice_state` has returned.
 
         Args:
@@ -779,7 +785,7 @@ class HashTable:
         }
         if not len(self._candidates.memory):
             rows[_CANDIDATE] = rows[_CANDIDATE][:0]  # all rows may come now
-        self.check_room(max(len(rows[begin]) - len(former[begin]) for begin in rows))
+        self.check_room(max(len(rows[begin]) - len(former[begin]) for begin in rows), claim)
         # 2. Replace the rows.
         self._protect(self._head_memory, _ONLY)
         for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):

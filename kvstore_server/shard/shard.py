@@ -142,8 +142,7 @@ class Shard:
     def _make_hash_table(self, key: int, spec: TensorSpec, options: HashTableOptions) -> HashTable:
         journal = self._journal
         if journal is None:
-            claim = self._claim_rows
-            return HashTable(spec.key, row_numel(spec), spec.dtype, options, claim=claim)
+            return HashTable(spec.key, row_numel(spec), spec.dtype, options)
         begin = f"{self.storage.name}.hash{key}."
 
         def allocate(name: str, nbytes: int) -> Tensor:
@@ -154,16 +153,14 @@ class Shard:
 
         is_known = journal.memory.known(f"{begin}head") is not None
 
-        def claim_twice(nbytes: int, what: str) -> None:
-            self._claim_rows(2 * nbytes, what)  # with the journal's shadow
-
-        table = HashTable(spec.key, row_numel(spec), spec.dtype, options, allocate, protect, claim_twice)
+        table = HashTable(spec.key, row_numel(spec), spec.dtype, options, allocate, protect)
         if is_known:
             table.restore()
         return table
 
     def _claim_rows(self, nbytes: int, what: str) -> None:
-        self.claim(nbytes, what)
+        # The journal's shadow is as large as what it protects.
+        self.claim(nbytes * (1 + (self._journal is not None)), what)
 
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
@@ -348,7 +345,8 @@ class Shard:
                 raise OptimizerError(
                     f"a rank has given hash table {table.name!r} something else than rows; nothing was applied"
                 )
-            table.check_update([one.rows[key].ids.numpy() for one in contributions if key in one.rows])
+            rows = [one.rows[key].ids.numpy() for one in contributions if key in one.rows]
+            table.check_update(rows, self._claim_rows)
         failpoint("server.update.begin")
         keeps_undos = optimizer.may_raise or self.keeps_undos
         for unit in units if keeps_undos or self.undos else ():
@@ -813,7 +811,9 @@ class Shard:
         if table is None:
             self._replace_state(slot, state)
         elif state.steps[0]:
-            table.put_slice_state(self._hash_slice(slot), int(state.steps[0]), state.entries[0])
+            table.put_slice_state(
+                self._hash_slice(slot), int(state.steps[0]), state.entries[0], self._claim_rows
+            )
         else:
             table.clear_slice(self._hash_slice(slot))
         self.undos.pop(unit, None)

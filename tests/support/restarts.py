@@ -41,7 +41,8 @@ class Case:
         pull_codec: The encoding of new weights.
         flags: Of each commit.
         hold: The type of norm that is asked for, and then the sum is clipped.
-        rows: The rows that a rank gives of the first key of each table in a round, in place of the whole key.
+        rows: The rows that a rank gives of the first key of each table in a round, in place of the whole key; of a hash
+            table, of each slice.
         is_pipelined: The ranks declare what they will commit, so that slices are applied one by one.
         integers: Gradients are whole numbers, whose sums are exact in any order.
     """
@@ -201,6 +202,9 @@ class Job:
             width = plan.specs[0].shape[1]
             ids = torch.tensor(list(case.rows(round_, rank)), dtype=torch.int64)
             rows = RowSet(ids, values[: slice_.used].view(-1, width)[ids])
+            if plan.specs[0].hash_table is not None:  # so many rows from the first one of the slice on
+                block = plan.rows(0).blocks[0]
+                rows = rows._replace(ids=ids + int(block.starts[block.order[slice_.index]]))
             values, form = encode_rows(plan, slice_, {0: rows}), PACKED_ROWS
         elif case.codec is not None and round_:
             codec = make_codec(case.codec)

@@ -16,7 +16,7 @@ from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolEr
 from kvstore_server.optimizer import Optimizer, State, apply_update_to_rows, create
 from kvstore_server.plan import HASH_SLICES, HashTableOptions
 from kvstore_server.protocol.rows import RowSet
-from kvstore_server.shard.hash_table import HashTable, check_hash_table, initial_rows
+from kvstore_server.shard.hash_table import HashTable, check_hash_table, initial_rows, no_claim
 from kvstore_server.shard.id_index import row_numbers
 
 WIDTH, IDS = 5, 40
@@ -54,7 +54,7 @@ def update(
 ) -> None:
     rows, order = sorted_rows(ids)
     counts = np.array(times or [1] * len(ids), np.int64)[order]
-    table.check_room(len(ids))
+    table.check_room(len(ids), no_claim)
     table.update(RowSet(torch.from_numpy(rows), grads[torch.from_numpy(order)]), counts, *made)
 
 

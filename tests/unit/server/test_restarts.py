@@ -23,7 +23,7 @@ from kvstore_server.engine.rounds import Mode
 from kvstore_server.errors import RecoveryError, UnknownNameError
 from kvstore_server.failpoints import POINTS
 from kvstore_server.optimizer import create, registry
-from kvstore_server.plan import TensorSpec
+from kvstore_server.plan import HashTableOptions, TensorSpec, hash_table_spec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.shard.shard import Shard
@@ -37,6 +37,7 @@ from tests.support.restarts import Case, Job
 MATRIX = TensorSpec("matrix", (5, 7), "float32")
 VECTOR = TensorSpec("vector", (40,), "float32")
 TABLE = TensorSpec("table", (20, 4), "float32", 0, True)
+HASHED = hash_table_spec("hashed", (4,), "float32", HashTableOptions(admit_after=2, expire_after=2))
 HALF = TensorSpec("half", (33,), "float16")
 BIG = TensorSpec("big", (400_000,), "float32")
 LONG = TensorSpec("long", (70_000,), "float32")
@@ -50,6 +51,10 @@ def some_rows(round_: int, rank: int) -> Sequence[int]:
     return [row for row in range(20) if (row * 7 + round_ * 3 + rank) % 5 == 0]
 
 
+def some_hashes(round_: int, rank: int) -> Sequence[int]:
+    return [row for row in range(4) if (row + round_ + 2 * rank) % 3]
+
+
 CASES = {
     "plain sum": Case([[MATRIX, VECTOR]]),
     "sgd": Case([[MATRIX, VECTOR]], ("sgd", {"learning_rate": 0.1})),
@@ -61,6 +66,7 @@ CASES = {
     "one that may raise": Case([[MATRIX], [VECTOR]], (Cautious.name, {})),
     "rows": Case([[TABLE, VECTOR]], ("adagrad", {}), rows=some_rows),
     "rows of sgd": Case([[TABLE]], ("sgd", {"momentum": 0.9, "lazy_update": True}), rows=some_rows),
+    "hash table": Case([[HASHED, VECTOR]], ("adagrad", {}), rows=some_hashes, rounds=6),
     "rows as changes": Case(
         [[TABLE, VECTOR]], ("sgd", {}), rows=some_rows, flags=m.WANTS_WEIGHTS | m.WANTS_DELTA
     ),
@@ -180,7 +186,7 @@ def test_a_server_that_is_killed_again_and_again_ends_like_one_that_was_not(
 @pytest.mark.parametrize("point", SERVER_POINTS)
 def test_each_point_is_reached(point: str, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch) -> None:
     crashes = 0
-    for name in ("momentum", "rows"):
+    for name in ("momentum", "rows", "hash table"):
         other = ("server.update.end", 2) if "recovery" in point else ("server.update.begin", 999)
         with crash_at(other, (point, 1)):
             job = Job(CASES[name], HeldDescriptors())
