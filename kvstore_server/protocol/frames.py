@@ -359,7 +359,7 @@ def _is_spec(spec: Any) -> bool:
         and isinstance(dtype, str)
         and type(group) is int
         and isinstance(is_row_sparse, bool)
-        and (not any(hash_table) or (is_row_sparse and _are_hash_table_options(hash_table[0])))
+        and all([one is None or (is_row_sparse and _are_hash_table_options(one)) for one in hash_table])
     )
 
 
