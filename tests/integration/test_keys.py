@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,16 +28,29 @@ from kvstore_server.keys import (
     Role,
     make_keys,
     read_client_keys,
+    read_server_keys,
     rotate_server_key,
 )
 from kvstore_server.probe import probe_servers, read_probe_keys
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_frames, encode_frames
+from kvstore_server.server import ServerOptions, make_server
+from kvstore_server.transport import tcp
 from kvstore_server.transport.connections import HELLO_TIME
-from kvstore_server.transport.tcp import secure_client_socket
+from kvstore_server.transport.tcp import Admission, secure_client_socket
 from kvtrainer.errors import AccessDeniedError, ConfigurationError, ConnectTimeoutError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.processes import LIMIT, Members, Process, Processes, eventually, new_name, together
+from tests.support.processes import (
+    LIMIT,
+    Members,
+    Process,
+    Processes,
+    config_of_server,
+    eventually,
+    new_name,
+    serving,
+    together,
+)
 from tests.support.reachable import resident_bytes
 
 NAMES = {
@@ -282,6 +296,42 @@ def test_a_server_whose_keys_cannot_be_used_does_not_start(damage: str, keys: Pa
         code, err = started.start(command).end()
     assert code == 1
     assert str(tmp_path / "server") in err
+
+
+@pytest.mark.parametrize("fault", ["a handler that accepts all", "no handler"])
+def test_a_server_that_would_accept_an_unknown_key_does_not_start(
+    fault: str, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "no handler":
+        # Without an answer libzmq accepts everybody, unless it is told otherwise.
+        monkeypatch.setattr(tcp, "_ZAP", f"inproc://{new_name()}")
+        monkeypatch.setattr("kvstore_server.server.secure_server_socket", _secure_without_domain)
+    else:
+        monkeypatch.setattr(Admission, "_key_of", lambda _self, _question: next(iter(_self._clients())))
+    options = ServerOptions(keys=read_server_keys(str(keys / "server")))
+    with pytest.raises(ConfigurationError, match="accepts any key"):
+        make_server(config_of_server(), options)
+
+
+def _secure_without_domain(socket: Any, pair: Any) -> None:
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = pair
+
+
+def test_nobody_gets_in_while_the_handler_of_keys_does_not_answer(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(config_of_server(), ServerOptions(keys=read_server_keys(str(keys / "server"))))
+    monkeypatch.setattr(Admission, "receive", lambda _self: None)
+    with serving(server), pytest.raises(ConnectTimeoutError):
+        DistKVStore(
+            rank=0,
+            num_workers=1,
+            servers=[server.endpoint],
+            namespace=new_name(),
+            keys=str(keys / "worker"),
+            connect_timeout=1.0,
+        )
 
 
 # Limits of one client.
