@@ -11,6 +11,7 @@ import itertools
 import logging
 import mmap
 import multiprocessing
+import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -413,3 +414,15 @@ def test_a_step_that_was_interrupted_when_servers_had_made_it_is_not_made_once_m
         worker.steps()
     with pytest.raises(KVStoreError):
         worker.steps()
+
+
+def test_memory_that_a_job_maps_is_not_that_of_another_one(processes: Processes, members: Members) -> None:
+    servers = processes.servers(1)
+    workers = [alone(members, servers) for _ in range(2)]
+    assert all(is_mapped(worker.parameters[0]) for worker in workers)
+    shown = []
+    for worker in workers:
+        channel = worker.trainer._pipeline.binding._client._session.transport.channel(0)
+        shown.append({os.fstat(memory.fd).st_ino for memory in channel._weights.values()})
+    assert all(shown)
+    assert shown[0].isdisjoint(shown[1])
