@@ -72,8 +72,8 @@ _SWEPT = 4
 _SWEPT_AT_LEAST = 4096
 _CROWDED = 10
 """A tenth of a full slice goes."""
-_INDEXED = 16
-"""Bytes of the index for a row, at most."""
+_INDEXED = 32
+"""Bytes of the index for a row, at most: 8 to 22, and up to 11 of the former one while it grows."""
 _CLAIMED_AHEAD = 16
 """A sixteenth of the memory in use is claimed in advance."""
 _BLOCK = 1 << 16
@@ -862,7 +862,3 @@ class HashTable:
 
 def _is_array(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-Tables = Mapping[int, HashTable]
-"""Key, as a Shard numbers keys → its rows."""

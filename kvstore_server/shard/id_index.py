@@ -20,9 +20,9 @@ Entries = np.ndarray[Any, np.dtype[np.int32]]
 
 MAX_SLOTS = (1 << 31) - 2
 _SMALLEST = 1 << 10
-_MOVED = 4
-"""Entries of the former table that are moved for each insertion. It has at most twice as many entries as insertions
-that the new one takes before it grows, too."""
+_MOVED = 8
+"""Entries of the former table that are moved for each insertion. It has at most eight times as many entries as there are
+insertions before half of the new one is used."""
 _MOVED_AT_LEAST = 4096
 _REMOVED = -1
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -90,11 +90,12 @@ class IdIndex:
             self._move(max(_MOVED * len(slots), _MOVED_AT_LEAST))
         while self._used + len(slots) > len(self._entries) // 2:
             self._move(len(self._former))
-            # After many removals the table need not be longer: the new one has no removed entries.
+            # After many removals the table need not be longer: the new one has no removed entries. It begins at most
+            # 3/8 full, so that the former one is empty before half of it is used.
             live = np.count_nonzero(self._entries > 0) + len(slots)
             self._former, self._moved = self._entries, 0
             size = len(self._entries)
-            while live > size // 4:
+            while live > size * 3 // 8:
                 size *= 2
             self._entries, self._used = np.zeros(size, np.int32), 0
             self._move(max(_MOVED * len(slots), _MOVED_AT_LEAST))

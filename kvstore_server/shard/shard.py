@@ -338,10 +338,9 @@ class Shard:
             OptimizerError: The optimizer raised, or a hash table is full; weights and state are as before.
         """
         units = self.units if units is None else units
+        given_as_rows = self._sums.given_as_rows(contributions) if self.hash_tables else ()
         for key, table in self.hash_tables.items():
-            if any([key in one.rows for one in contributions]) and key not in self._sums.given_as_rows(
-                contributions
-            ):
+            if any([key in one.rows for one in contributions]) and key not in given_as_rows:
                 raise OptimizerError(
                     f"a rank has given hash table {table.name!r} something else than rows; nothing was applied"
                 )

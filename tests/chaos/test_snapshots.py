@@ -15,7 +15,7 @@ import pytest
 from tests.chaos.jobs import SERVERS, WORKERS, Event, Job, Member, Outcome, Undisturbed
 
 ROUNDS, EVERY = 24, 6
-TRAININGS = ["momentum", "adam", "adagrad", "clip"]
+TRAININGS = ["momentum", "adam", "adagrad", "clip", "hash"]
 MANY_SEEDS = 12
 
 
