@@ -309,8 +309,7 @@ def describe_states(states: States) -> tuple[dict[str, Any], list[Tensor]]:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """Return the bytes of a contiguous tensor on the CPU."""
-    # An empty tensor may have any stride, and could not be viewed.
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def unpack_states(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> States:

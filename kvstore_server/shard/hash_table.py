@@ -722,14 +722,18 @@ class HashTable:
         found: dict[str, StateValue] = {}
         for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):
             which = self._slots_of_slice(slots, number, with_expired=False)
-            found[f"{begin}rows"] = torch.from_numpy(slots.rows[which])
-            found[f"{begin}touched"] = torch.from_numpy(slots.touched[which])
-            found[f"{begin}counts"] = torch.from_numpy(slots.counts[which])
+            for name, column in (("rows", slots.rows), ("touched", slots.touched), ("counts", slots.counts)):
+                # Not `from_numpy`: an empty part of an array of records has strides that torch cannot view as bytes.
+                own = torch.empty(
+                    len(which), dtype=torch.int64 if name == "rows" else torch.int32, device="cpu"
+                )
+                own.numpy()[:] = column[which]
+                found[f"{begin}{name}"] = own
             if slots is self.slots:
                 for name, array in self._named_arrays().items():
                     found[name] = array.index_select(0, torch.from_numpy(which))
-        own = self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]]
-        found["figures"] = torch.from_numpy(own)[None]
+        figures = self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]]
+        found["figures"] = torch.from_numpy(figures)[None]
         found |= {f"{_STATE}{name}": value for name, value in self.values.items() if not _is_array(value)}
         return found
 
