@@ -82,6 +82,7 @@ CASES = {
     "saved": Case("sgd", MOMENTUM, saves=6),
     "saved clip": Case("adam", {"learning_rate": 0.002}, {"clip_grad": {"max_norm": 0.5}}, saves=6),
     "saved adagrad": Case("adagrad", {"learning_rate": 0.02}, table="sparse", saves=6),
+    "saved hash": Case("adagrad", {"learning_rate": 0.02}, table="hash", saves=6),
     "saved overlap": Case("sgd", MOMENTUM, {"overlap": True}, saves=6),
 }
 
