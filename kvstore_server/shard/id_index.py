@@ -21,7 +21,7 @@ Entries = np.ndarray[Any, np.dtype[np.int32]]
 MAX_SLOTS = (1 << 31) - 2
 _SMALLEST = 1 << 10
 _MOVED = 8
-"""Entries of the former table that are moved for each insertion. It has at most eight times as many entries as there are
+"""Entries of the former table that are moved for each insertion. It has at most eight times as many as there are
 insertions before half of the new one is used."""
 _MOVED_AT_LEAST = 4096
 _REMOVED = -1
