@@ -24,7 +24,7 @@ EVERY_OPTIMIZER = [
     ("sgd", {"learning_rate": 0.1}),
     ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "lazy_update": True}),
     ("sgd", {"learning_rate": 0.1, "wd": 0.1, "lazy_update": True}),
-    ("nag", {"learning_rate": 0.1}),
+    ("nag", {"learning_rate": 0.1, "momentum": 0.0}),
     ("adagrad", {"learning_rate": 0.1}),
     ("adam", {"learning_rate": 0.1, "lazy_update": True}),
     ("ftrl", {"learning_rate": 0.1}),
