@@ -66,6 +66,8 @@ HASH_SLICES = 128
 """A hash table has this many slices: ranges of row numbers, which are hashes, so all have about as many rows."""
 
 
+_LONGEST_OPTIMIZER = 4096
+"""Characters that describe the optimizer of a hash table."""
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3e38, "float32": 3.4e38, "float64": 1.7e308}
 """About the largest number of each dtype."""
 
@@ -87,6 +89,10 @@ class HashTableOptions(NamedTuple):
     """The table has about that many rows at most: each slice its share, of which a tenth goes when it is full."""
     evict: str = "lru"
     """Which go then: "lru", those whose last gradient is the oldest, or "lfu", those that had the fewest."""
+    max_norm: float = 0.0
+    """The largest Euclidean norm of a row, which is scaled down to it after an update; 0: none."""
+    optimizer: str = ""
+    """The table's own, as `describe_table_optimizer` returns it; empty: the table has that of all parameters."""
 
 
 class TensorSpec(NamedTuple):
@@ -757,6 +763,15 @@ def check_hash_table_options(who: str, options: HashTableOptions, dtype: str) ->
         raise ConfigurationError(
             f"{who} begins with init={options.init!r}, scale={options.scale!r} and seed={options.seed!r}; init is "
             f"'normal', 'uniform' or 'constant', scale a finite number that {dtype} holds, and seed one of 64 bits"
+        )
+    if type(options.max_norm) is not float or not 0 <= options.max_norm < math.inf:
+        raise ConfigurationError(
+            f"{who} has max_norm={options.max_norm!r}; it is a positive number, or 0 for no limit"
+        )
+    if type(options.optimizer) is not str or len(options.optimizer) > _LONGEST_OPTIMIZER:
+        raise ConfigurationError(
+            f"{who} describes its optimizer by {options.optimizer!r:.80}; that is a text of up to {_LONGEST_OPTIMIZER} "
+            "characters"
         )
 
 

@@ -10,6 +10,7 @@ batch move.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 
 from kvstore_server import check
 from kvstore_server.plan import HashTableOptions
+from kvstore_server.shard.hash_table import check_hash_table, describe_table_optimizer
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory.hash_table import HashTableParameter
+from kvtrainer.optimizer import Optimizer
+from kvtrainer.optimizer import create as create_optimizer
 
 _MODES = ("sum", "mean")
 
@@ -40,6 +44,10 @@ class Embedding(nn.Module):
         max_rows: About the most rows; 0: as many as there is memory for.
         evict: Which rows are forgotten when there are too many: "lru" (longest without a gradient) or "lfu" (fewest).
         padding_idx: The id whose row is always zero, and not trained.
+        max_norm: Rows with a larger Euclidean norm are scaled down to it after their update; None: no limit.
+        optimizer: The table's own: a name, a class or an instance, as for the Trainer. None: the Trainer's.
+        optimizer_params: Its options. Without `learning_rate` it has the learning rate of the parameter's group in the
+            Trainer; the other options of the group, and the Trainer's weight decay, do not apply to it.
         dtype, device: Of the rows.
 
     Raises:
@@ -58,12 +66,17 @@ class Embedding(nn.Module):
         max_rows: int = 0,
         evict: str = "lru",
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        optimizer: str | type | Optimizer | torch.optim.Optimizer | None = None,
+        optimizer_params: Mapping[str, Any] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         scale = float(scale) if check.is_number(scale) else scale
-        options = HashTableOptions(seed, init, scale, admit_after, expire_after, max_rows, evict)
+        limit = 0.0 if max_norm is None else check.number("max_norm", max_norm, above=0)
+        own = _described(optimizer, optimizer_params)
+        options = HashTableOptions(seed, init, scale, admit_after, expire_after, max_rows, evict, limit, own)
         self.weight = HashTableParameter(dim, options, dtype=dtype, device=device)
         self.padding_idx = padding_idx
 
@@ -95,6 +108,21 @@ class Embedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {', '.join(f'{k}={v!r}' for k, v in self.weight.options._asdict().items())}"
+
+
+def _described(
+    optimizer: str | type | Optimizer | torch.optim.Optimizer | None, params: Mapping[str, Any] | None
+) -> str:
+    """Describe a table's own optimizer as text; empty: none."""
+    if optimizer is None and params is None:
+        return ""
+    if optimizer is None:
+        raise ConfigurationError(f"optimizer_params={params!r:.80} needs the name of an optimizer beside it")
+    options = {} if params is None else check.mapping("optimizer_params", params)
+    built = create_optimizer(optimizer, **options)
+    check_hash_table("this table", built, built.hyper)
+    has_rate = not isinstance(optimizer, str | type) or bool(options.keys() & {"learning_rate", "lr"})
+    return describe_table_optimizer(built, has_rate)
 
 
 class EmbeddingBag(Embedding):

@@ -53,6 +53,7 @@ from kvstore_server.optimizer.gluon import (
     Test,
 )
 from kvstore_server.optimizer.layerwise import LAMB, LANS, LARS, GroupAdaGrad
+from kvstore_server.optimizer.rowwise import RowAdam
 from kvtrainer.errors import TorchNameWarning, level_of_user
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "Nadam",
     "Optimizer",
     "RMSProp",
+    "RowAdam",
     "Signum",
     "Test",
     "create",

@@ -17,7 +17,7 @@ from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.optimizer.base import Hyper
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
-from kvstore_server.shard.hash_table import check_hash_table
+from kvstore_server.shard.hash_table import check_hash_table, table_optimizer
 
 
 class AgreedOptimizer:
@@ -126,13 +126,11 @@ class AgreedOptions:
             if rate is not None:
                 values["groups"] = [{**group, "lr": rate} for group in values["groups"] or [optimizer.hyper]]
             rows = effective_hypers(self._plan, optimizer, values)
-            for row in {id(row): row for row in rows}.values():
-                optimizer.try_out(row)
             for spec, row in zip(self._plan.specs, rows, strict=True):
                 if spec.hash_table is None:
                     optimizer.check_key(spec.key, spec.shape, row)
                 else:
-                    check_hash_table(spec.key, optimizer, row)
+                    check_hash_table(spec.key, table_optimizer(spec.hash_table, optimizer)[0], row)
             cached = self._cached = (packed, rate, optimizer, rows)
         return cached[3]
 
@@ -192,22 +190,32 @@ def unpack_hypers(packed: bytes) -> dict[str, Any]:
 
 
 def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]) -> list[Hyper]:
-    """Return each key's hyper-parameters, with `lr` and `weight_decay` multiplied by the key's factors.
+    """Return each key's hyper-parameters, tried out, with `lr` and `weight_decay` multiplied by the key's factors.
 
-    Keys with equal values share one mapping, so callers may compare by identity.
+    A hash table that has an optimizer of its own takes at most the learning rate from its group. Keys with equal
+    values share one mapping, so callers may compare by identity.
+
+    Raises:
+        ConfigurationError: An optimizer cannot update with its options.
     """
     groups = values.get("groups") or [optimizer.hyper]
     lr_mult, wd_mult = values.get("lr_mult", {}), values.get("wd_mult", {})
-    shared: dict[tuple[int, float, float], Hyper] = {}
+    shared: dict[tuple[int, float, float, str], Hyper] = {}
     rows = []
     for key, spec in enumerate(plan.specs):
-        decay = wd_mult.get(key, 1.0) * optimizer.decay_factor(spec.key)
-        factors = (spec.group if len(groups) > 1 else 0, lr_mult.get(key, 1.0), decay)
+        own, has_rate = table_optimizer(spec.hash_table, optimizer)
+        decay = wd_mult.get(key, 1.0) * own.decay_factor(spec.key)
+        described = "" if spec.hash_table is None else spec.hash_table.optimizer
+        factors = (spec.group if len(groups) > 1 else 0, lr_mult.get(key, 1.0), decay, described)
         if factors not in shared:
-            row = {**optimizer.hyper, **groups[factors[0]]}
-            for name, factor in zip(("lr", "weight_decay"), factors[1:], strict=True):
+            group = groups[factors[0]]
+            if own is not optimizer:
+                group = {"lr": group["lr"]} if "lr" in group and not has_rate else {}
+            row = {**own.hyper, **group}
+            for name, factor in zip(("lr", "weight_decay"), factors[1:3], strict=True):
                 if name in row:
                     row[name] = row[name] * factor
+            own.try_out(row)
             shared[factors] = row
         rows.append(shared[factors])
     return rows

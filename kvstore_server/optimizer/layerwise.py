@@ -175,9 +175,11 @@ class LARS(Optimizer):
 class GroupAdaGrad(Optimizer):
     """AdaGrad with one history per row of a matrix: `h += mean(g * g); w -= lr * g / (sqrt(h) + epsilon)`.
 
-    MXNet 1.9.1 has epsilon in the root. For keys of two dimensions, without weight decay. A row-sparse gradient
-    updates only its rows, which is the same as updating all. Options: learning_rate 0.01, epsilon 1e-6. State:
-    'history', of shape (rows, 1).
+    Also called row-wise AdaGrad, and found by the name "rowwise_adagrad", too (Naumov et al., 2019, "Deep Learning
+    Recommendation Model"). MXNet 1.9.1 has epsilon in the root. For keys of two dimensions, without weight decay. A
+    row-sparse gradient updates only its rows, which is the same as updating all.
+
+    Options: learning_rate 0.01, epsilon 1e-6. State: 'history', of shape (rows, 1).
     """
 
     defaults: ClassVar[Hyper] = {"eps": 1e-6}
@@ -195,11 +197,7 @@ class GroupAdaGrad(Optimizer):
             raise ConfigurationError(
                 f"groupadagrad has no weight decay, but key {key!r} has {hyper['weight_decay']:g}; set wd to 0"
             )
-        if len(shape) != 2:
-            raise ConfigurationError(
-                f"groupadagrad updates keys of two dimensions, but {key!r} has the shape {tuple(shape)}; give it "
-                "to another optimizer, such as adagrad"
-            )
+        check_is_matrix(self.registered_name, key, shape)
 
     def updates_rows(self, hyper: Hyper) -> bool:
         """Return True: a row without a gradient would not change anyway."""
@@ -215,6 +213,15 @@ class GroupAdaGrad(Optimizer):
         eps = hyper["eps"]
         root = (history + eps).sqrt_() if self.is_mxnet1 else history.sqrt().add_(eps)
         weight.sub_(grad.mul_(hyper["lr"]).div_(root))
+
+
+def check_is_matrix(who: str, key: str, shape: Sequence[int]) -> None:
+    """Raise ConfigurationError, naming the key, unless it has two dimensions."""
+    if len(shape) != 2:
+        raise ConfigurationError(
+            f"{who} updates keys of two dimensions, but {key!r} has the shape {tuple(shape)}; give it to another "
+            "optimizer, such as adagrad"
+        )
 
 
 def layerwise_norm(tensor: Tensor) -> float:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
-from kvstore_server.optimizer import gluon, layerwise, lr_scheduler, torch_family
+from kvstore_server.optimizer import gluon, layerwise, lr_scheduler, rowwise, torch_family
 from kvstore_server.optimizer.base import Optimizer
 from kvstore_server.optimizer.compat import MXNET2, split_compat_prefix
 from kvstore_server.optimizer.torch_family import TorchClass, TorchOptimizer
@@ -27,6 +27,8 @@ _Registered = TypeVar("_Registered", bound=AnyClass)
 
 _registry: dict[str, AnyClass] = {
     **{cls.name: cls for cls in (*gluon.FAMILY, *layerwise.FAMILY)},
+    "rowwise_adagrad": layerwise.GroupAdaGrad,
+    rowwise.RowAdam.name: rowwise.RowAdam,
     **{torch_family.torch_name(cls).lower(): cls for cls in torch_family.ELEMENTWISE + torch_family.WHOLE},
 }
 _declared: set[TorchClass] = set()

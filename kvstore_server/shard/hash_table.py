@@ -20,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -45,6 +46,7 @@ from kvstore_server.optimizer.apply import (
     update_rows_with_state,
 )
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.registry import create_optimizer_from_spec, spec_for_store
 from kvstore_server.optimizer.rows import gather_rows, scatter_rows
 from kvstore_server.optimizer.state import State
 from kvstore_server.optimizer.trees import decode_tree_entry, encode_tree_entry
@@ -127,6 +129,28 @@ def initial_rows(options: HashTableOptions, name: str, rows: Ints, width: int, d
     mean, the variance and (to 3.46 deviations) about the form of a normal distribution, and needs only whole numbers
     and one product: so the bits are the same on every machine.
     """
+    found = _drawn_rows(options, name, rows, width, dtype)
+    if options.max_norm:
+        limit_norms(found, options.max_norm)
+    return found
+
+
+def limit_norms(rows: Tensor, max_norm: float) -> Ints:
+    """Scale rows whose norm is larger than this, as torch.nn.Embedding does; return which these are."""
+    norms = torch.linalg.vector_norm(rows.double(), dim=1)
+    too_large = (norms > max_norm).nonzero()[:, 0]
+    if len(too_large):
+        factors = max_norm / (norms[too_large] + _NORM_EPSILON)
+        rows[too_large] = (rows[too_large].double() * factors[:, None]).to(rows.dtype)
+    changed: Ints = too_large.numpy()
+    return changed
+
+
+_NORM_EPSILON = 1e-7
+"""torch adds this to a norm that it divides by, so that the scaled row is not above the limit by rounding."""
+
+
+def _drawn_rows(options: HashTableOptions, name: str, rows: Ints, width: int, dtype: torch.dtype) -> Tensor:
     found = torch.empty(len(rows), width, dtype=dtype, device="cpu")
     if options.init == "constant":
         return found.fill_(options.scale)
@@ -164,6 +188,57 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def describe_table_optimizer(optimizer: Optimizer, has_rate: bool) -> str:
+    """Describe the optimizer of a single table as text, for `HashTableOptions.optimizer`.
+
+    Args:
+        has_rate: Whether it has a learning rate of its own; otherwise it has that of the parameter's group.
+
+    Raises:
+        ConfigurationError: It has an option that means nothing for a table.
+    """
+    described = spec_for_store(optimizer)
+    others = sorted(described.keys() - {"name", "hyper", "rescale_grad", "multi_precision"})
+    if others or described.pop("rescale_grad") != 1.0:
+        raise ConfigurationError(
+            f"the optimizer of a table has no {', '.join(others) or 'rescale_grad'}; give that to the Trainer's"
+        )
+    if not has_rate:
+        described["hyper"].pop("lr", None)
+    return json.dumps(described, sort_keys=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _optimizer_of_text(described: str) -> tuple[Optimizer, bool]:
+    """Rebuild an optimizer; return it and whether it has a learning rate of its own."""
+    try:
+        spec = json.loads(described)
+    except (ValueError, RecursionError):
+        spec = None
+    if not isinstance(spec, dict) or spec.keys() - {"name", "hyper", "multi_precision"}:
+        raise ConfigurationError(f"this does not describe the optimizer of a table: {described!r:.80}")
+    optimizer = create_optimizer_from_spec(spec)
+    optimizer.try_out(optimizer.hyper)
+    return optimizer, "lr" in spec["hyper"]
+
+
+def table_optimizer(options: HashTableOptions | None, default: Optimizer) -> tuple[Optimizer, bool]:
+    """Return the optimizer of a key, and whether it has a learning rate of its own.
+
+    Args:
+        options: Those of the hash table; None for another key.
+        default: The optimizer of keys that have none of their own.
+
+    Raises:
+        ConfigurationError, UnknownNameError: The table's own optimizer cannot be rebuilt here.
+    """
+    return (
+        (default, False)
+        if options is None or not options.optimizer
+        else _optimizer_of_text(options.optimizer)
+    )
+
+
 def check_hash_table(name: str, optimizer: Optimizer, hyper: Hyper) -> None:
     """Raise ConfigurationError if an optimizer does not update rows one by one, without knowing the others."""
     needs_all = type(optimizer).hyper_for_rows is not Optimizer.hyper_for_rows or optimizer.positioned
@@ -171,7 +246,7 @@ def check_hash_table(name: str, optimizer: Optimizer, hyper: Hyper) -> None:
         raise ConfigurationError(
             f"optimizer {optimizer.registered_name} with these options cannot update the hash table {name!r}: it "
             "changes rows that have no gradient, needs to see all rows, or may raise in the middle of an update; use "
-            "sgd, adagrad, groupadagrad, ftrl, or adam with lazy_update=True"
+            "sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
         )
 
 
@@ -327,6 +402,9 @@ class HashTable:
         allocate: Memory of the arrays. What a former process has left there is found by `restore`.
         protect: Is called before rows of an array are changed.
         room: Slots to reserve; 0: as many as can fit into the memory of this machine.
+
+    Raises:
+        ConfigurationError, UnknownNameError: Its own optimizer cannot be built in this process.
     """
 
     def __init__(
@@ -339,6 +417,7 @@ class HashTable:
         protect: ProtectRows = lambda _array, _slots: None,
         room: int = 0,
     ) -> None:
+        self._own_optimizer = _optimizer_of_text(options.optimizer)[0] if options.optimizer else None
         self.name, self.width, self.dtype, self.options = name, width, torch_dtype(dtype), options
         self._allocate, self._protect = allocate, protect
         self._claimed = 0
@@ -458,7 +537,9 @@ class HashTable:
         Args:
             rows: Row numbers, distinct and ascending, and the sum of their gradients.
             times: How many gradients each row got.
+            optimizer: That of all keys; not used if the table has its own.
         """
+        optimizer = self._own_optimizer or optimizer
         numbers, now = rows.ids.numpy(), self.step + 1
         self._protect(self._head_memory, _ONLY)
         if not self.has_state:
@@ -481,6 +562,8 @@ class HashTable:
         self._protect_rows(slots)
         self.slots.touch(slots, now, times)
         self._apply(optimizer, torch.from_numpy(slots), values, hyper)
+        if self.options.max_norm:
+            self._limit_norms(torch.from_numpy(slots))
         self._head[_STEP] = now
         failpoint("server.hash_table.updated")
         # 3. Rows that were not updated for long go bit by bit; slices with too many rows lose some.
@@ -507,6 +590,13 @@ class HashTable:
             update_rows_with_state(optimizer, self.weights, slots, grads, state, hyper, self._new_entry)
             self.values = state.values
         self._keep_entries()
+
+    def _limit_norms(self, slots: Tensor) -> None:
+        """Limit the norms of rows that were updated."""
+        for array in (self.weights,) if self.master is None else (self.master, self.weights):
+            rows = gather_rows(array, slots, 0)
+            changed = torch.from_numpy(limit_norms(rows, self.options.max_norm))
+            scatter_rows(array, slots[changed], rows[changed])
 
     def _keep_entries(self) -> None:
         """Write down what the optimizer's state consists of, if that has changed."""

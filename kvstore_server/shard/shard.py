@@ -442,8 +442,6 @@ class Shard:
         # 2. Keys that every rank gave as rows, a row group at a time.
         has_rows = any(map(_rows_of, contributions))
         by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
-        for key in self.hash_tables.keys() & by_rows:
-            self._update_hash_table(key, contributions, optimizer, decision)
         whole = not optimizer.elementwise
         bounded = [key for key in by_rows if key not in self.hash_tables]
         joined = self._sums.side_by_side(bounded, contributions) if bounded else ()
@@ -486,6 +484,9 @@ class Shard:
             failpoint("server.update.next_chunk")
             if self.tracks_changes:
                 self._record_dense(chunk)
+        # 4. Hash tables last: they cannot raise any more, so they need not be undone.
+        for key in self.hash_tables.keys() & by_rows:
+            self._update_hash_table(key, contributions, optimizer, decision)
 
     def _update_hash_table(
         self,
@@ -1002,6 +1003,7 @@ class Shard:
             key
             for key in self._sums.given_as_rows(contributions)
             if not optimizer.elementwise
+            or key in self.hash_tables
             or applies_to_rows(
                 optimizer, self.storage.layouts[key].block.hypers[self.storage.layouts[key].first]
             )

@@ -42,7 +42,8 @@ from kvstore_server.optimizer.trees import (
     is_composed_tensor,
     unflatten_trees,
 )
-from kvstore_server.plan import HASH_SLICES, Plan, Slice, TensorSpec, slices_of_hashes
+from kvstore_server.plan import HASH_SLICES, Plan, Slice, TensorSpec, row_numel, slices_of_hashes
+from kvstore_server.shard.hash_table import table_optimizer
 from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
 from kvtrainer.states.atomic_file import replace_atomically
@@ -326,6 +327,19 @@ def _hash_table_problem(state: State, spec: TensorSpec) -> str:
     return ""
 
 
+def _table_state_problem(state: State, spec: TensorSpec, optimizer: Optimizer) -> str:
+    """Return how the optimizer's state of rows differs from what the table's optimizer keeps; empty if it does not."""
+    own, _ = table_optimizer(spec.hash_table, optimizer)
+    trial = trial_state(own, own.hyper, spec._replace(shape=(1, row_numel(spec))))
+    names = {name.removeprefix("state ") for name in state if name.startswith("state ")}
+    if trial is not None and len(state["rows"]):
+        expected = set(flatten_trees(trial))
+        for name in sorted((expected ^ names) - _OPTIONAL - {OWN_COUNT}):
+            missing = "is missing" if name in expected else f"is not one that {own.registered_name} keeps"
+            return f"state {name!r} of PARAMETERS {missing}"
+    return ""
+
+
 def _copy_state(state: Mapping[str, Any]) -> State:
     """Copy state, add a step count if torch keeps none, and drop unused entries."""
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
@@ -407,7 +421,7 @@ def _state_format_problems(
     for key, state in states.items():
         spec = specs[key]
         if spec.hash_table is not None:
-            if problem := _hash_table_problem(state, spec):
+            if problem := _hash_table_problem(state, spec) or _table_state_problem(state, spec, optimizer):
                 found.setdefault(problem, []).append(repr(spec.key))
             continue
         trial = trial_state(optimizer, options[key], spec)

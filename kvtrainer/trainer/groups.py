@@ -364,6 +364,8 @@ def _split_groups(params: Any) -> list[tuple[Group, NamedParameters]]:
 def named_group_members(params: Any) -> NamedParameters:
     """Return the parameters and their names, if any, of a module, a mapping, or an iterable of parameters or pairs.
 
+    A module that has a name in a pair or mapping stands for its parameters, named as in a module that contains it.
+
     Raises:
         ConfigurationError: The order is not the same in every process, such as that of a set.
     """
@@ -373,13 +375,15 @@ def named_group_members(params: Any) -> NamedParameters:
     elif isinstance(params, Module):
         params = params.named_parameters()
     elif isinstance(params, Mapping):
-        keys = sorted(params, key=str)
-        return NamedParameters(list(map(str, keys)), [params[key] for key in keys], True)
+        params = [(str(key), params[key]) for key in sorted(params, key=str)]
     names, given = list[str | None](), []
     for item in _check_group_order(params):
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
-        names.append(item[0] if is_named else None)
-        given.append(item[1] if is_named else item)
+        name, one = item if is_named else (None, item)
+        is_part = is_named and isinstance(one, Module) and not isinstance(one, DataParallel)
+        for its_name, parameter in one.named_parameters(prefix=name) if is_part else [(name, one)]:
+            names.append(its_name)
+            given.append(parameter)
     return NamedParameters(names, given, not is_module and any(name is not None for name in names))
 
 

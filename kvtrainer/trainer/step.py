@@ -583,7 +583,9 @@ class StepPipeline:
             return
         keys = {key for device in self.memory.devices for key in device.rows}
         dense = [
-            self.memory.names[i] for i in sorted(keys) if optimizer.refuses_sparse(options[specs[i].group])
+            self.memory.names[i]
+            for i in sorted(keys)
+            if specs[i].hash_table is None and optimizer.refuses_sparse(options[specs[i].group])
         ]
         if dense:
             self._has_warned_of_rows = True
@@ -720,10 +722,7 @@ class StepPipeline:
         if options is None:
             options = self._read_hypers(present if self.binding.num_workers == 1 else None)
         if options != self._effective[0]:
-            rows = effective_hypers(self.memory.plan, self.groups.optimizer, options)
-            for row in {id(row): row for row in rows}.values():
-                self.groups.optimizer.try_out(row)
-            self._effective = (options, rows)
+            self._effective = options, effective_hypers(self.memory.plan, self.groups.optimizer, options)
         # 2. Decide, for every device, before any weight changes.
         effective, by_device = self._effective[1], [present]
         if self.binding.exchange is None and self.memory.has_replicas:

@@ -33,7 +33,9 @@ class Worker:
     ) -> None:
         self.rank, self.workers = rank, workers
         self.table = kvtrainer.Embedding(8, **{"admit_after": 2, "expire_after": 6, **options})
-        self.bags = kvtrainer.EmbeddingBag(8, mode="sum", max_rows=256, seed=1)
+        self.bags = kvtrainer.EmbeddingBag(
+            8, mode="sum", max_rows=256, seed=1, max_norm=2.5, optimizer="rowadam"
+        )
         self.linear = torch.nn.Linear(8, 1)
         with torch.no_grad():
             for parameter in self.linear.parameters():

@@ -44,10 +44,11 @@ WHOLE: dict[str, dict[str, Any]] = {
     "lans": {},
     "lars": {"momentum": 0.9},
     "groupadagrad": {"learning_rate": 0.1},
+    "rowadam": {"learning_rate": 0.1},
     "torch:Muon": {"lr": 0.1},
     "torch:Adafactor": {"lr": 0.1},
 }
-MATRICES_ONLY = ("groupadagrad", "torch:Muon")
+MATRICES_ONLY = ("groupadagrad", "rowadam", "torch:Muon")
 
 
 class Net(nn.Module):

@@ -16,6 +16,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lazy adam": ("adam", {"learning_rate": 0.1, "lazy_update": True}),
     "adagrad": ("adagrad", {"learning_rate": 0.1}),
     "groupadagrad": ("groupadagrad", {"learning_rate": 0.1}),
+    "rowadam": ("rowadam", {"learning_rate": 0.1, "wd": 0.1}),
     "torch:SGD": ("torch:SGD", {"lr": 0.1, "momentum": 0.9}),
     "torch:Adagrad": ("torch:Adagrad", {"lr": 0.1}),
     "torch:SparseAdam": ("torch:SparseAdam", {"lr": 0.1}),

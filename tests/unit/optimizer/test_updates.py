@@ -42,7 +42,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN, *WHOLE[:4], Curved])
+@pytest.mark.parametrize("name", [*BUILT_IN, *WHOLE[:4], "rowadam", Curved])
 def test_bits_do_not_depend_on_the_number_of_threads(name: Any, threads: Callable[[int], None]) -> None:
     results = []
     for count in (1, 3):
@@ -54,7 +54,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(name: Any, threads: Callabl
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamax", "signum", "lamb", "lans", "groupadagrad", Curved])
+@pytest.mark.parametrize(
+    "name", ["sgd", "adam", "adamax", "signum", "lamb", "lans", "groupadagrad", "rowadam", Curved]
+)
 def test_a_limit_beyond_all_numbers_of_the_dtype_limits_infinities_alone(name: Any) -> None:
     """torch refuses such a number; an update that breaks off would be the end of a table."""
     for grad in (numbers(3, 5, seed=1), torch.full((3, 5), -torch.inf)):

@@ -29,6 +29,7 @@ EVERY_OPTIMIZER = [
     ("adam", {"learning_rate": 0.1, "lazy_update": True}),
     ("ftrl", {"learning_rate": 0.1}),
     ("groupadagrad", {"learning_rate": 0.1}),
+    ("rowadam", {"learning_rate": 0.1, "wd": 0.1}),
     ("torch:SGD", {"lr": 0.1}),
     ("torch:Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.5}),
 ]
@@ -187,6 +188,8 @@ OPTIONS = st.builds(
     expire_after=st.sampled_from([0, 1, 2, 5]),
     max_rows=st.sampled_from([0, 128, 256]),
     evict=st.sampled_from(["lru", "lfu"]),
+    max_norm=st.just(0.0),
+    optimizer=st.just(""),
 )
 # Ids of two slices, so that there are many in one.
 CROWDED = [id_ for id_ in range(3000) if _slice_of(id_) in (5, 70)][:24]

@@ -26,7 +26,7 @@ from tests.support.optimizer_slices import given_to
 
 SHAPES = {"bias": (1, 5), "big": (150, 200), "odd": (7, 13), "second": (40, 300)}
 """"big" and "second" have several slices each, the others share a bucket."""
-WHOLE = ("lamb", "lans", "lars", "groupadagrad")
+WHOLE = ("lamb", "lans", "lars", "groupadagrad", "rowadam")
 STEPS = 4
 
 
