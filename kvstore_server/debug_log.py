@@ -179,7 +179,7 @@ _DATA: dict[type[Any], Callable[[Any], int]] = {
     m.SliceState: lambda body: len(body.data),
     m.Gather: lambda body: len(body.data),
     m.Gathered: lambda body: sum(map(len, body.parts)),
-    m.PullRows: lambda body: len(body.ids),
+    m.PullRows: lambda body: sum(map(len, body.ids)),
     m.Command: lambda body: len(body.body),
 }
 

@@ -240,10 +240,15 @@ class RowBlock(NamedTuple):
     """For each slice, what to add to a row of the block to get the row of the key."""
     order: dict[int, int]
     """Slice → its position here."""
-    most: int
-    """How many rows fit into a message with their ids; at least one."""
+    row_nbytes: int
+    """Bytes of a row with its id in a message."""
     is_hashed: bool = False
     """Whether rows have their numbers in a hash table, on every server; `starts` ends with the last one."""
+
+    @property
+    def most(self) -> int:
+        """How many rows fit into a message with their ids; at least one."""
+        return max(MAX_SLICE // self.row_nbytes, 1)
 
     def counted_from(self, ids: Ints, first: int) -> Ints:
         """Return rows of the block as numbered in a message that begins with this slice (by position)."""
@@ -615,7 +620,8 @@ def _plan_row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
         starts = np.append(_FIRST_HASHES, _LAST_HASH)
     # 2. The block of each server: which pieces are there, and how its rows are numbered.
     blocks, position = {}, max(positions, default=0)
-    most = max(MAX_SLICE // ((8 if hashed else 4) + width * SIZES[plan.specs[key].dtype]), 1)
+    # Requests of rows have 8 bytes for each id, whatever the width.
+    row_nbytes = max((8 if hashed else 4) + width * SIZES[plan.specs[key].dtype], 8)
     takes_rows = plan.takes_rows(key) and row_numel(plan.specs[key])
     for server in sorted(set(servers.tolist())) if takes_rows else ():
         mine = np.flatnonzero(servers == server)
@@ -625,7 +631,7 @@ def _plan_row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
         shifts[mine] = starts[mine] - own[:-1]
         order = {pieces[at].index: number for number, at in enumerate(mine.tolist())}
         here = tuple([pieces[at] for at in mine.tolist()])
-        blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most, hashed)
+        blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, row_nbytes, hashed)
     # 3. The bounds of keys, and their interleaving.
     bounds = list(accumulate([plan.specs[key].numel // width for key in keys[:-1]], initial=0))
     round_robins = tuple([_plan_round_robin(plan, key) for key in keys])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         utils,
     )
     from kvtrainer import kvstore as kv
-    from kvtrainer.embedding import Embedding, EmbeddingBag
+    from kvtrainer.embedding import Embedding, EmbeddingBag, EmbeddingBagCollection
     from kvtrainer.jobs.cluster import local_cluster
     from kvtrainer.memory.row_sparse import RowSparseParameter
     from kvtrainer.options.paramwise import Rule
@@ -42,6 +42,7 @@ __all__ = [
     "DataParallel",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
     "ParamSchedule",
     "RowSparseParameter",
     "Rule",
@@ -75,6 +76,7 @@ _CLASSES = {
     "DataParallel": "parallel",
     "Embedding": "embedding",
     "EmbeddingBag": "embedding",
+    "EmbeddingBagCollection": "embedding",
     "ParamSchedule": "schedules",
     "RowSparseParameter": "memory.row_sparse",
     "Rule": "options.paramwise",

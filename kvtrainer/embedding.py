@@ -5,7 +5,7 @@
     out = dense(table(ids))
 
 Ids are int64 of any value: hashes, or numbers of users. The rows live in the store of the Trainer, and only those of a
-batch move.
+batch move. An `EmbeddingBagCollection` fetches the rows of several tables together.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
+from kvstore_server.errors import did_you_mean
 from kvstore_server.plan import HashTableOptions
 from kvstore_server.shard.hash_table import check_hash_table, describe_table_optimizer
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.memory.hash_table import HashTableParameter
+from kvtrainer.memory.hash_table import HashTableParameter, RowLookup, look_up
 from kvtrainer.optimizer import Optimizer
 from kvtrainer.optimizer import create as create_optimizer
 
 _MODES = ("sum", "mean")
 
 
+@uncompiled
 class Embedding(nn.Module):
     """Looks rows up by ids of 64 bits, in a table without a number of rows.
 
@@ -82,13 +85,22 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Any) -> Tensor:
         """Return the rows of ids (int64, any shape) as a tensor of shape ids.shape + (dim,). Blocks."""
+        [found] = look_up([self._lookup(ids)])
+        return found
+
+    def _lookup(self, ids: Any) -> RowLookup:
         if self.padding_idx is None:
-            return self.weight.row_sparse_data(ids)
+            return self.weight.lookup(ids)
         given = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
         [places] = (given.reshape(-1) != self.padding_idx).nonzero(as_tuple=True)
-        rows = self.weight.row_sparse_data(given.reshape(-1)[places])
-        found = rows.new_zeros(given.numel(), rows.shape[1]).index_copy(0, places.to(rows.device), rows)
-        return found.view(*given.shape, rows.shape[1])
+        kept = self.weight.lookup(given.reshape(-1)[places])
+
+        def finish(rows: Tensor) -> Tensor:
+            rows = kept.finish(rows)
+            found = rows.new_zeros(given.numel(), rows.shape[1]).index_copy(0, places.to(rows.device), rows)
+            return found.view(*given.shape, rows.shape[1])
+
+        return kept._replace(finish=finish)
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the table in all servers. Blocks until they answer; all rows are looked at.
@@ -125,6 +137,7 @@ def _described(
     return describe_table_optimizer(built, has_rate)
 
 
+@uncompiled
 class EmbeddingBag(Embedding):
     """Sums or averages rows of bags of ids; otherwise like `Embedding`.
 
@@ -159,17 +172,28 @@ class EmbeddingBag(Embedding):
         Raises:
             ConfigurationError: Shapes or offsets do not fit.
         """
+        [found] = look_up([self._lookup(ids, offsets, per_sample_weights)])
+        return found
+
+    def _lookup(
+        self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> RowLookup:
         flat, starts, weights = self._read_bags(ids, offsets, per_sample_weights)
         if self.padding_idx is not None:
             is_kept = flat != self.padding_idx
             gone_before = torch.cumsum(~is_kept, 0)
             starts = starts - torch.cat([gone_before.new_zeros(1), gone_before])[starts]
             flat, weights = flat[is_kept], None if weights is None else weights[is_kept]
-        summed = self.weight.pooled_rows(flat, starts, weights)
+        summed = self.weight.pooled_lookup(flat, starts, weights)
         if self.mode == "sum":
             return summed
-        counts = torch.diff(starts, append=starts.new_tensor([len(flat)]))
-        return summed / counts.clamp_(min=1)[:, None].to(summed)
+
+        def finish(rows: Tensor) -> Tensor:
+            sums = summed.finish(rows)
+            counts = torch.diff(starts, append=starts.new_tensor([len(flat)]))
+            return sums / counts.clamp_(min=1)[:, None].to(sums)
+
+        return summed._replace(finish=finish)
 
     def _read_bags(
         self, ids: Any, offsets: Tensor | None, weights: Tensor | None
@@ -199,3 +223,64 @@ class EmbeddingBag(Embedding):
                 f"per_sample_weights have the shape of ids, {list(given.shape)}, got {list(weights.shape)}"
             )
         return given.reshape(-1), offsets.long(), None if weights is None else weights.reshape(-1)
+
+
+@uncompiled
+class EmbeddingBagCollection(nn.ModuleDict):
+    """Looks rows up in several tables with one request to each server, whatever the number of tables.
+
+    A `torch.nn.ModuleDict` of them. Results, gradients and everything else are as if each table were called by itself;
+    only forward hooks of the tables do not run. More rows than fit into a message of 1 MiB take several.
+
+    Args:
+        tables: Each an `Embedding` or `EmbeddingBag`, by name. One may have several names: their features share it.
+
+    Raises:
+        ConfigurationError: One is another module.
+
+        tables = {"user": kvtrainer.Embedding(16), "words": kvtrainer.EmbeddingBag(16)}
+        found = kvtrainer.EmbeddingBagCollection(tables)({"user": users, "words": (words, offsets)})
+    """
+
+    def __init__(self, tables: Mapping[str, Embedding]) -> None:
+        if not isinstance(tables, Mapping):
+            raise ConfigurationError(f"an EmbeddingBagCollection needs a dict of tables, got {tables!r:.80}")
+        super().__init__(dict(tables))
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a table. Raises ConfigurationError if it is another module."""
+        if not isinstance(module, Embedding):
+            raise ConfigurationError(
+                f"an EmbeddingBagCollection has kvtrainer.Embedding and EmbeddingBag, got {name!r}: {module!r:.80}"
+            )
+        super().add_module(name, module)
+
+    def forward(self, ids: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the result of each table that is named, in this order. Blocks.
+
+        Args:
+            ids: By name, what the table is called with: ids, or a tuple of ids, offsets and per_sample_weights for an
+                `EmbeddingBag`. Tables may be left out.
+
+        Raises:
+            ConfigurationError: There is no such table, or a table is given what it does not take.
+        """
+        if not isinstance(ids, Mapping):
+            raise ConfigurationError(f"an EmbeddingBagCollection takes a dict of ids by name, got {ids!r:.80}")
+        lookups = [self._lookup(name, given) for name, given in ids.items()]
+        return dict(zip(ids, look_up(lookups), strict=True))
+
+    def _lookup(self, name: str, given: Any) -> RowLookup:
+        if name not in self:
+            raise ConfigurationError(
+                f"there is no table {name!r} in this EmbeddingBagCollection{did_you_mean(name, self.keys())}"
+            )
+        table, args = self[name], given if isinstance(given, tuple) else (given,)
+        assert isinstance(table, Embedding)
+        most = 3 if isinstance(table, EmbeddingBag) else 1
+        if not 1 <= len(args) <= most:
+            raise ConfigurationError(
+                f"table {name!r} is an {type(table).__name__}, which takes a tuple of 1 to {most}, but this one has "
+                f"{len(args)}; several ids are a tensor or a list"
+            )
+        return table._lookup(*args)

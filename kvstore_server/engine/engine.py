@@ -909,6 +909,8 @@ class Engine:
     def _read(self, sender: Sender, wanted: m.Pull | m.PullRows) -> list[m.Outgoing]:
         space, rank, waiter, timeout = sender.space, sender.rank, sender.waiter, wanted.timeout
         numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [space.table(wanted.table).number]
+        if isinstance(wanted, m.PullRows):
+            space.check_named("pull of rows", range(len(wanted.keys)))
         for table in space.batch_of(np.array(numbers, np.int64)).tables:
             if table.conflict is not None:
                 raise _copy_error(table.conflict)

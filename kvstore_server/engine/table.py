@@ -37,7 +37,7 @@ from kvstore_server.errors import (
     ProtocolError,
 )
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import SIZES, Plan, RowBlock, Slice, row_numel
+from kvstore_server.plan import MAX_SLICE, SIZES, Ints, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet, are_hashes, are_row_ids, encode_rows
 from kvstore_server.shard.deltas import Deltas
@@ -545,35 +545,52 @@ class Table:
         Args:
             is_former: As they were before the last round, which the caller knows to be kept.
         """
-        self.shard.check_rows(self.unit, pull.key)
-        block = self.plan.joined_rows(pull.key).blocks[self.unit.server]
-        if len(pull.ids) % 8 or len(pull.ids) // 8 > block.most:
+        if not pull.keys or len(pull.keys) != len(pull.ids):
+            raise ProtocolError(f"a pull of rows names {len(pull.keys)} keys and ids of {len(pull.ids)} keys")
+        # 1. Check all keys before rows are copied.
+        wanted = [self._pulled_ids(key, ids) for key, ids in zip(pull.keys, pull.ids, strict=True)]
+        nbytes = sum([len(ids) * block.row_nbytes for _, block, ids in wanted])
+        if nbytes > MAX_SLICE and sum([len(ids) for _, _, ids in wanted]) > 1:
             raise ProtocolError(
-                f"a pull of rows of key {pull.key} has {len(pull.ids)} bytes of ids: not whole numbers of 8 bytes, or "
-                "too many for one message"
+                f"a pull of rows of {len(wanted)} keys has {nbytes} bytes of ids and values: too many for one message"
             )
-        ids = np.frombuffer(pull.ids, "<i8").astype(np.int64)
+        # 2. Copy their rows.
+        found = [self._pulled_rows(key, block, ids, is_former) for key, block, ids in wanted]
+        values = found[0].view(-1)
+        if len(found) > 1:
+            values = torch.cat([rows.view(-1).view(torch.uint8) for rows in found])
+        return RowPart(wanted[0][1].slices[0].index, values, m.VALUES)
+
+    def _pulled_ids(self, key: int, packed: bytes) -> tuple[int, RowBlock, Ints]:
+        self.shard.check_rows(self.unit, key)
+        block = self.plan.joined_rows(key).blocks[self.unit.server]
+        if len(packed) % 8:
+            raise ProtocolError(
+                f"a pull of rows of key {key} has {len(packed)} bytes of ids: not whole numbers of 8 bytes"
+            )
+        ids = np.frombuffer(packed, "<i8").astype(np.int64)
         are_valid = (
             are_hashes(ids, block.starts[:-1]) if block.is_hashed else are_row_ids(ids, block.starts[-1])
         )
         if not are_valid:
             raise ProtocolError(
-                f"a pull names rows of key {pull.key} twice, not in ascending order, or some that are not here"
+                f"a pull names rows of key {key} twice, not in ascending order, or some that are not here"
             )
+        return key, block, ids
+
+    def _pulled_rows(self, key: int, block: RowBlock, ids: Ints, is_former: bool) -> Tensor:
         if block.is_hashed:
-            found = self.shard.read_hash_table(self.unit, pull.key, ids, is_former)
-        elif is_former:
-            cuts = np.searchsorted(ids, block.starts).tolist()
-            parts = []
-            for slice_, first, begin, end in zip(block.slices, block.starts, cuts, cuts[1:], strict=False):
-                own = torch.from_numpy(ids[begin:end] - first)
-                rows = self.shard.storage.former_rows(self.unit.slots[slice_.index], block.position, own)
-                assert rows is not None
-                parts.append(rows)
-            found = torch.cat(parts)
-        else:
-            found = self.shard.take_rows(self.unit, pull.key, torch.from_numpy(ids))
-        return RowPart(block.slices[0].index, found.view(-1), m.VALUES)
+            return self.shard.read_hash_table(self.unit, key, ids, is_former)
+        if not is_former:
+            return self.shard.take_rows(self.unit, key, torch.from_numpy(ids))
+        cuts = np.searchsorted(ids, block.starts).tolist()
+        parts = []
+        for slice_, first, begin, end in zip(block.slices, block.starts, cuts, cuts[1:], strict=False):
+            own = torch.from_numpy(ids[begin:end] - first)
+            rows = self.shard.storage.former_rows(self.unit.slots[slice_.index], block.position, own)
+            assert rows is not None
+            parts.append(rows)
+        return torch.cat(parts)
 
     def _pack(self, slices: Sequence[Slice], rows: Rows) -> list[RowPart]:
         unit, plan = self.unit, self.plan

@@ -278,16 +278,16 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class PullRows:
-    """Requests some rows of a key, as many as fit into a message; answered by Weights, one part with their values.
+    """Requests some rows of keys, as many as fit into a message; answered by Weights, one part with their values.
 
-    Rows of a row group count as rows of its first key.
+    The values are in the order of the request. Rows of a row group count as rows of its first key.
     """
 
     table: int
-    key: int
-    """Index of the key."""
-    ids: bytes
-    """int64, distinct and ascending, counted from the first row of the key on this server."""
+    keys: tuple[int, ...]
+    """Indices of the keys; the same one may come again."""
+    ids: tuple[bytes, ...]
+    """For each key int64, distinct and ascending, counted from the first row of the key on this server."""
     timeout: float
     round: int = -1
     """As in `Pull`."""

@@ -1,12 +1,12 @@
 """Rows of row-sparse keys, fetched from servers: when they are needed, ahead of that, or read in shared memory.
 
-`RowPulls` asks servers for rows of any keys. Neighbouring requests of one row group go in one message, and rows that
-do not fit into a message in several.
+`RowPulls` asks servers for rows of any keys: each server gets one message with those of all keys of a table, or several
+if they do not fit into one.
 
-`TableRowReads` serves the rows of one table to the parameters. It can ask for rows between two rounds that the next
-forward pass will read (`prefetch`); a pull then finds them, exactly as it would have fetched them itself. In
-synchronous rounds, rows of servers on this host are read in their memory (`MappedRowReads`), with no message at all:
-write counters beside the memory tell whether a server was writing meanwhile.
+`TableRowReads` serves the rows of one table to the parameters, of several keys at once. It can ask for rows between two
+rounds that the next forward pass will read (`prefetch`); a pull then finds them, exactly as it would have fetched them
+itself. In synchronous rounds, rows of servers on this host are read in their memory (`MappedRowReads`), with no message
+at all: write counters beside the memory tell whether a server was writing meanwhile. Hash tables are not read so.
 
 Versions of weights are recorded only for rows that this worker computes with, and only for servers that have nothing
 but rows of the table: others send older weights with each round, and a gradient counts as old as those.
@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +29,9 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.engine.rounds import Ints
 from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.rows import scatter_rows
-from kvstore_server.plan import LONG, PAGE, SIZES, Plan, row_numel
+from kvstore_server.plan import LONG, MAX_SLICE, PAGE, SIZES, Plan, RowBlock, row_numel
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
 from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import put_pages
@@ -48,10 +50,50 @@ RowsWanted = tuple[RemoteTable, int, Tensor]
 whole rows."""
 
 
+@dataclass
+class RowRequest:
+    """Rows of several keys that one message asks for."""
+
+    table: RemoteTable
+    server: int
+    keys: list[int] = field(default_factory=list)
+    ids: list[bytes] = field(default_factory=list)
+    places: list[tuple[Tensor, Ints]] = field(default_factory=list)
+    """For each key, the output, and the places of its rows there."""
+    nbytes: int = 0
+    """Bytes of its ids and rows."""
+
+    def add(self, block: RowBlock, ids: Ints, out: Tensor, where: Ints) -> int:
+        """Add as many of some rows as fit; returns how many."""
+        is_full = len(self.keys) == KEYS_PER_MESSAGE
+        count = 0 if is_full else (MAX_SLICE - self.nbytes) // block.row_nbytes
+        count = min(count if self.keys else max(count, 1), len(ids))
+        if count:
+            self.keys.append(block.slices[0].segments[block.position].key)
+            self.ids.append(ids[:count].astype("<i8").tobytes())
+            self.places.append((out, where[:count]))
+            self.nbytes += count * block.row_nbytes
+        return count
+
+    def message(self, timeout: float) -> m.PullRows:
+        number, before = self.table.numbers[self.server], self.table.round if self.table.is_repeated else -1
+        return m.PullRows(number, tuple(self.keys), tuple(self.ids), timeout, before)
+
+    def write(self, values: Tensor) -> None:
+        """Write the bytes of all rows to the outputs."""
+        start = 0
+        for out, where in self.places:
+            end = start + len(where) * out.shape[1] * out.itemsize
+            own = values[start:end]
+            if own.storage_offset() % out.itemsize:
+                own = own.clone()  # behind rows of another dtype
+            scatter_rows(out, torch.from_numpy(where), own.view(out.dtype).view(-1, out.shape[1]))
+            start = end
+
+
 class RowsAsked(NamedTuple):
     calls: Calls
-    places: list[tuple[RemoteTable, Tensor, Ints]]
-    """Of each request, its table, the output, and the places of its rows there."""
+    requests: list[RowRequest]
     outs: list[Tensor]
 
 
@@ -59,6 +101,23 @@ class RowsTaken(NamedTuple):
     rows: list[Tensor]
     versions: dict[tuple[int, int], int]
     """(server, table by index) → the version of the oldest rows."""
+
+
+class PickedRows(NamedTuple):
+    """Those of some rows that were prefetched."""
+
+    is_here: Tensor
+    rows: Tensor
+
+    @property
+    def are_all(self) -> bool:
+        return len(self.rows) == len(self.is_here)
+
+    def joined(self, others: Tensor) -> Tensor:
+        """Return all rows in order, with those that were not prefetched."""
+        found = self.rows.new_empty(len(self.is_here), self.rows.shape[1])
+        found[self.is_here], found[~self.is_here] = self.rows, others
+        return found
 
 
 class RowPulls:
@@ -87,10 +146,10 @@ class RowPulls:
 
     def ask(self, wanted: Sequence[RowsWanted]) -> RowsAsked:
         """Request rows as `pull` does and return at once; `take` them, or `drop` the calls."""
-        timeout = self.session.options.timeout
         outs: list[Tensor] = []
-        requests: list[tuple[int, m.PullRows]] = []
-        places: list[tuple[RemoteTable, Tensor, Ints]] = []
+        requests: list[RowRequest] = []
+        last: dict[tuple[int, int], RowRequest] = {}
+        """(server, table by index) → the request that more rows are added to."""
         for table, keys, ids in _group_row_reads(wanted):
             # 1. The requests of one row group count as rows of one key.
             self.rounds.wait_pending(table)
@@ -106,14 +165,15 @@ class RowPulls:
             # 2. One request to each server, or several for many rows.
             for block, where, own in rows.by_server(given.numpy()):
                 where = np.arange(len(given))[where]
-                for at in range(0, len(own), block.most):
-                    some = own[at : at + block.most].astype("<i8").tobytes()
-                    first = block.slices[0].segments[block.position].key
-                    before = table.round if table.is_repeated else -1
-                    body = m.PullRows(table.numbers[block.server], first, some, timeout, before)
-                    requests.append((block.server, body))
-                    places.append((table, out, where[at : at + block.most]))
-        asked = RowsAsked(self.session.begin(requests), places, outs)
+                place, at = (block.server, table.index), 0
+                while at < len(own):
+                    if place in last:
+                        at += last[place].add(block, own[at:], out, where[at:])
+                    if at < len(own):
+                        last[place] = RowRequest(table, block.server)
+                        requests.append(last[place])
+        messages = [(one.server, one.message(self.session.options.timeout)) for one in requests]
+        asked = RowsAsked(self.session.begin(messages), requests, outs)
         failpoint("worker.rows.asked")
         return asked
 
@@ -121,13 +181,12 @@ class RowPulls:
         options = self.session.options
         answers = self.session.finish(asked.calls, options.timeout + options.dead_after)
         read: dict[tuple[int, int], int] = {}
-        rows = zip(asked.calls.requests, asked.places, answers, strict=True)
-        for (server, _), (table, out, where), answer in rows:
+        for request, answer in zip(asked.requests, answers, strict=True):
             assert isinstance(answer, m.Weights)
             [(_, version, _, source, start, nbytes)] = parts_of_incoming_weights(answer)
-            values = source[start : start + nbytes].view(out.dtype)
-            scatter_rows(out, torch.from_numpy(where), values.view(-1, out.shape[1]))
-            read[server, table.index] = min(version, read.get((server, table.index), version))
+            request.write(source[start : start + nbytes])
+            place = request.server, request.table.index
+            read[place] = min(version, read.get(place, version))
         return RowsTaken(asked.outs, read)
 
 
@@ -235,8 +294,8 @@ class TableRowReads:
             self._asked = self._pulls.ask([(self._table, key, ids) for key, ids in unread.items()])
             self.wanted = unread
 
-    def pull(self, key: int, ids: Tensor, are_given: bool) -> Tensor:
-        """Return the rows of a key with these ids (distinct, ascending); fetches those that were not prefetched.
+    def pull(self, wanted: Sequence[tuple[int, Tensor]], are_given: bool) -> list[Tensor]:
+        """Return rows of keys, (key, distinct and ascending ids) each; fetches those that were not prefetched.
 
         Args:
             are_given: As of `read`.
@@ -244,38 +303,51 @@ class TableRowReads:
         Raises:
             KVStoreError: the store answered with an error, or not at all; the next call asks again.
         """
-        if key not in self.wanted:
-            return self._fetch(key, ids, are_given)
-        if self._asked is not None:
+        has_prefetched = any([key in self.wanted for key, _ in wanted])
+        if has_prefetched and self._asked is not None:
             # 1. Wait for the prefetch. If that raises, nothing was prefetched.
-            asked, self._asked, wanted = self._asked, None, self.wanted
+            asked, self._asked, prefetched = self._asked, None, self.wanted
             self.wanted = {}
             taken = self._pulls.take(asked)
-            self._rows, self._versions = dict(zip(wanted, taken.rows, strict=True)), taken.versions
-            self.wanted = wanted
-        # 2. Pick the rows from it, and fetch the others.
+            self._rows, self._versions = dict(zip(prefetched, taken.rows, strict=True)), taken.versions
+            self.wanted = prefetched
+        # 2. Pick rows from it, and fetch all others together.
+        picked = [self._pick(key, ids) for key, ids in wanted]
+        missing = [
+            (self._table, key, ids if own is None else ids[~own.is_here])
+            for (key, ids), own in zip(wanted, picked, strict=True)
+            if own is None or not own.are_all
+        ]
+        fetched = iter(self._fetch(missing, are_given))
+        if has_prefetched:
+            self._record_versions(self._versions, are_given)  # those of the prefetch are the older ones
+        return [
+            next(fetched) if own is None else own.rows if own.are_all else own.joined(next(fetched))
+            for own in picked
+        ]
+
+    def _pick(self, key: int, ids: Tensor) -> PickedRows | None:
+        """Copy the prefetched rows with these ids; None if none of the key's were prefetched."""
+        if key not in self.wanted:
+            return None
         have, rows = self.wanted[key], self._rows[key]
         if torch.equal(have, ids):
-            self._record_versions(self._versions, are_given)
-            return rows.clone()
+            return PickedRows(torch.ones(len(ids), dtype=torch.bool, device="cpu"), rows.clone())
         place = torch.searchsorted(have, ids).clamp_(max=max(len(have) - 1, 0))
         is_here = have[place] == ids if len(have) else torch.zeros(len(ids), dtype=torch.bool, device="cpu")
-        found = rows.new_empty(len(ids), rows.shape[1])
-        found[is_here] = rows[place[is_here]]
-        if not bool(is_here.all()):
-            found[~is_here] = self._fetch(key, ids[~is_here], are_given)
-        self._record_versions(self._versions, are_given)  # those of the prefetch are the older ones
-        return found
+        return PickedRows(is_here, rows[place[is_here]])
 
     def drop(self) -> None:
         if self._asked is not None:
             self._pulls.session.drop(self._asked.calls)
         self.wanted, self._asked, self._rows, self._versions = {}, None, {}, {}
 
-    def _fetch(self, key: int, ids: Tensor, are_given: bool) -> Tensor:
-        taken = self._pulls.take(self._pulls.ask([(self._table, key, ids)]))
+    def _fetch(self, wanted: Sequence[RowsWanted], are_given: bool) -> list[Tensor]:
+        if not wanted:
+            return []
+        taken = self._pulls.take(self._pulls.ask(wanted))
         self._record_versions(taken.versions, are_given)
-        return taken.rows[0]
+        return taken.rows
 
     def _record_versions(self, versions: Mapping[tuple[int, int], int], are_given: bool) -> None:
         if are_given:

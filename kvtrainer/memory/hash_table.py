@@ -8,6 +8,7 @@ gradients. Nothing else sees a handle.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
@@ -28,7 +29,7 @@ from kvstore_server.shard.id_index import IdIndex, Ints, ids_of_rows, row_number
 from kvtrainer.common.tensors import flatten_id_tensor, tensor_dtype_name
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
-from kvtrainer.memory.row_sparse import RowSparseParameter, Source
+from kvtrainer.memory.row_sparse import RowSparseOwner, RowSparseParameter, Source
 
 _GENERATIONS, _KEPT = 16, 1 << 20
 """How many generations of handles, and how many handles, are kept."""
@@ -153,36 +154,47 @@ class HashTableParameter(RowSparseParameter):
 
         For errors see `RowSparseParameter.row_sparse_data`.
         """
-        shape, ordered, rows = self._fetch(row_ids)
-        found: Tensor = _HashTableRows.apply(self, rows, ordered)  # type: ignore[no-untyped-call]
-        return found.view(*shape, rows.shape[1])
+        [found] = look_up([self.lookup(row_ids)])
+        return found
 
-    def pooled_rows(self, row_ids: Any, starts: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum rows, times their weights, of each bag of ids; otherwise like `row_sparse_data`.
+    def lookup(self, row_ids: Any) -> RowLookup:
+        """Return what `row_sparse_data` does, for `look_up`. Raises like that unless rows can be fetched."""
+        owner = self._ready_owner()
+        ids, shape = flatten_id_tensor(self._name(), row_ids, 0)
+        ordered = sort_row_ids(row_numbers(ids.numpy()))
+
+        def finish(rows: Tensor) -> Tensor:
+            found: Tensor = _HashTableRows.apply(self, rows, ordered)  # type: ignore[no-untyped-call]
+            return found.view(*shape, rows.shape[1])
+
+        return RowLookup(owner, self, ordered.ids, finish)
+
+    def pooled_lookup(self, row_ids: Any, starts: Tensor, weights: Tensor | None = None) -> RowLookup:
+        """Return a lookup that sums rows, times their weights, of each bag of ids; otherwise like `lookup`.
+
+        The result is (number of bags, dim), summed from left to right, half precision in float32.
 
         Args:
             row_ids: Of one dimension.
             starts: int64, where each bag begins, ascending.
             weights: One for each id.
-
-        Returns:
-            (number of bags, dim), summed from left to right, half precision in float32.
         """
-        _, ordered, rows = self._fetch(row_ids)
-        bags = _Bags(starts.to(rows.device), len(ordered.order))
-        own = None if weights is None else weights.to(rows)
-        found: Tensor = _PooledRows.apply(self, rows, ordered, bags, own)  # type: ignore[no-untyped-call]
-        return found
-
-    def _fetch(self, row_ids: Any) -> tuple[torch.Size, SortedRowIds, Tensor]:
         owner = self._ready_owner()
-        with torch._C.DisableTorchFunctionSubclass():
-            device = self.device
-        ids, shape = flatten_id_tensor(self._name(), row_ids, 0)
+        ids, _ = flatten_id_tensor(self._name(), row_ids, 0)
         ordered = sort_row_ids(row_numbers(ids.numpy()))
+
+        def finish(rows: Tensor) -> Tensor:
+            bags = _Bags(starts.to(rows.device), len(ordered.order))
+            own = None if weights is None else weights.to(rows)
+            found: Tensor = _PooledRows.apply(self, rows, ordered, bags, own)  # type: ignore[no-untyped-call]
+            return found
+
+        return RowLookup(owner, self, ordered.ids, finish)
+
+    def begin_lookup(self) -> None:
+        """Begin a generation of handles if no gradient is pending."""
         if self.grad is None or (self.grad.is_sparse and not self.grad._nnz()):
             self.handles.restart()
-        return shape, ordered, owner.row_sparse_pull(self, ordered.ids).to(device)
 
     def _read_ids(self, row_ids: Any) -> Tensor:
         """Return the row numbers of these ids: distinct, ascending, int64, on the CPU."""
@@ -243,9 +255,8 @@ class HashTableParameter(RowSparseParameter):
     def stats(self) -> dict[str, Any]:
         """Return figures of the table, summed over servers; see `kvtrainer.Embedding.stats`."""
         name, owner = self._label, self._ready_owner()
-        owner.row_sparse_pull(
-            self, torch.zeros(0, dtype=torch.int64, device="cpu")
-        )  # what was loaded is there then
+        no_ids = torch.zeros(0, dtype=torch.int64, device="cpu")
+        owner.row_sparse_pull([(self, no_ids)])  # what was loaded is there then
         found = [
             table["hash_tables"][name]
             for server in owner.server_stats()
@@ -276,6 +287,37 @@ class HashTableParameter(RowSparseParameter):
             check_invariants=False,
             device=values.device,
         )
+
+
+class RowLookup(NamedTuple):
+    """Rows of a table that a forward pass needs, and what it makes of them."""
+
+    owner: RowSparseOwner
+    table: HashTableParameter
+    rows: Tensor
+    """Row numbers: distinct, ascending, int64, on the CPU."""
+    finish: Callable[[Tensor], Tensor]
+    """Makes the result of these rows, which are on the table's device."""
+
+
+@uncompiled
+def look_up(lookups: Sequence[RowLookup]) -> list[Tensor]:
+    """Fetch the rows of all lookups together, and return their results. Blocks.
+
+    For errors see `RowSparseParameter.row_sparse_data`.
+    """
+    # 1. The rows of all tables of a Trainer, which is nearly always the only one.
+    fetched: dict[int, Tensor] = {}
+    for owner in {id(one.owner): one.owner for one in lookups}.values():
+        places = [at for at, one in enumerate(lookups) if one.owner is owner]
+        for at in places:
+            lookups[at].table.begin_lookup()
+        rows = owner.row_sparse_pull([(lookups[at].table, lookups[at].rows) for at in places])
+        fetched |= dict(zip(places, rows, strict=True))
+    # 2. The results, with their place in the graph.
+    with torch._C.DisableTorchFunctionSubclass():
+        devices = [one.table.device for one in lookups]
+    return [one.finish(fetched[at].to(devices[at])) for at, one in enumerate(lookups)]
 
 
 @uncompiled

@@ -59,8 +59,8 @@ _filling = threading.RLock()
 class RowSparseOwner(Protocol):
     """The Trainer that owns a row-sparse parameter."""
 
-    def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
-        """Fetch rows (distinct ids, ascending) as a CPU tensor of shape (number of ids, elements of a row)."""
+    def row_sparse_pull(self, wanted: Sequence[tuple[RowSparseParameter, Tensor]]) -> list[Tensor]:
+        """Fetch rows (distinct ids, ascending) of each as a CPU tensor of shape (number of ids, elements of a row)."""
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
         """Read rows of any valid ids on the CPU if the store's memory can be read directly, else return None."""
@@ -154,7 +154,7 @@ class RowSparseParameter(Parameter):
         # The store is in another process or the rows are in several places: request each row once.
         if rows is None:
             which = sort_row_ids(ids.numpy(), num_rows)
-            rows = owner.row_sparse_pull(self, which.ids)
+            [rows] = owner.row_sparse_pull([(self, which.ids)])
         rows = rows.to(device)
         if torch.is_grad_enabled():
             gathered: Tensor = _RowSparseGather.apply(self, rows, which)  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ class RowSparseParameter(Parameter):
                     f"the values of {self._name()} were in the store of a Trainer that is gone"
                 )
             with torch.no_grad():
-                rows = owner.row_sparse_pull(self, torch.arange(self.shape[0], device="cpu"))
+                [rows] = owner.row_sparse_pull([(self, torch.arange(self.shape[0], device="cpu"))])
             return rows.view(self.shape).to(self.device)
         return self._source()(0, self.numel()).view(self.shape).to(self.device, copy=True)
 

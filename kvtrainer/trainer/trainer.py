@@ -1127,16 +1127,28 @@ class Trainer(torch.optim.Optimizer):
         """
         self._pipeline.memory.tables.want(row_ids)
 
-    def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
-        """Fetch rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`.
+    def row_sparse_pull(self, wanted: Sequence[tuple[RowSparseParameter, Tensor]]) -> list[Tensor]:
+        """Fetch rows of row-sparse parameters, with one request to each server if they fit into a message. Blocks.
 
         With gradients disabled this is a mere read: it does not affect the staleness of later gradients.
+
+        Args:
+            wanted: Parameters, each with the rows that are wanted: int64, existing, distinct and ascending. A parameter
+                may come several times.
+
+        Returns:
+            For each a CPU tensor of shape (number of ids, elements of a row).
+
+        For errors see `RowSparseParameter.row_sparse_data`.
         """
-        key, pipeline = self._key_of(parameter), self._pipeline
-        given = pipeline.memory.tables.given.get(key)
-        if given is not None:
-            return given.view(parameter.shape[0], -1)[ids]
-        return pipeline.binding.rows.pull(key, ids, torch.is_grad_enabled())
+        keys = [self._key_of(parameter) for parameter, _ in wanted]
+        given, binding = self._pipeline.memory.tables.given, self._pipeline.binding
+        stored = [(key, ids) for key, (_, ids) in zip(keys, wanted, strict=True) if key not in given]
+        rows = iter(binding.rows.pull(stored, torch.is_grad_enabled()))
+        return [
+            given[key].view(parameter.shape[0], -1)[ids] if key in given else next(rows)
+            for key, (parameter, ids) in zip(keys, wanted, strict=True)
+        ]
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
         """Copy rows of a row-sparse parameter from its servers' shared memory; None if they must be fetched instead.

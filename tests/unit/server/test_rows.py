@@ -256,7 +256,7 @@ class Job:
         self.client._session.call(0, contribution(payloads, 1, 0, len(records), encoding=PACKED_ROWS))
 
     def pull(self, ids: bytes, key: int = 0) -> None:
-        self.client._session.call(0, m.PullRows(0, key, ids, 1.0))
+        self.client._session.call(0, m.PullRows(0, (key,), (ids,), 1.0))
 
     def rows(self, *places: int) -> list[float]:
         """Read rows by where they lie on the server, to whose slices they are interleaved."""
