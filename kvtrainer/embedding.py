@@ -266,7 +266,9 @@ class EmbeddingBagCollection(nn.ModuleDict):
             ConfigurationError: There is no such table, or a table is given what it does not take.
         """
         if not isinstance(ids, Mapping):
-            raise ConfigurationError(f"an EmbeddingBagCollection takes a dict of ids by name, got {ids!r:.80}")
+            raise ConfigurationError(
+                f"an EmbeddingBagCollection takes a dict of ids by name, got {ids!r:.80}"
+            )
         lookups = [self._lookup(name, given) for name, given in ids.items()]
         return dict(zip(ids, look_up(lookups), strict=True))
 

@@ -50,13 +50,15 @@ class Worker:
     def __init__(self, store: Any, together: bool, rank: int = 0, workers: int = 1) -> None:
         self.rank, self.workers, self.together = rank, workers, together
         users = kvtrainer.Embedding(16, padding_idx=3)
-        self.tables = kvtrainer.EmbeddingBagCollection({
-            "odd": kvtrainer.Embedding(3, dtype=torch.bfloat16),
-            "users": users,
-            "pages": kvtrainer.EmbeddingBag(8, mode="mean", padding_idx=0, admit_after=2),
-            "words": kvtrainer.EmbeddingBag(5, mode="sum", dtype=torch.float64, expire_after=3),
-            "friends": users,
-        })
+        self.tables = kvtrainer.EmbeddingBagCollection(
+            {
+                "odd": kvtrainer.Embedding(3, dtype=torch.bfloat16),
+                "users": users,
+                "pages": kvtrainer.EmbeddingBag(8, mode="mean", padding_idx=0, admit_after=2),
+                "words": kvtrainer.EmbeddingBag(5, mode="sum", dtype=torch.float64, expire_after=3),
+                "friends": users,
+            }
+        )
         self.trainer = kvtrainer.Trainer(self.tables, "sgd", {"learning_rate": 0.1}, kvstore=store)
 
     def inputs(self, step: int) -> Inputs:

@@ -299,3 +299,83 @@ def test_a_model_with_a_table_has_a_small_state_dict() -> None:
     model.load_state_dict(state)
     with pytest.raises(RowSparseError):
         model[0].weight.detach()
+
+
+def test_a_collection_names_its_parameters_by_its_tables_and_has_a_small_state_dict() -> None:
+    shared = kvtrainer.Embedding(2)
+    collection = kvtrainer.EmbeddingBagCollection(
+        {"users": shared, "words": kvtrainer.EmbeddingBag(3), "friends": shared}
+    )
+    assert [name for name, _ in collection.named_parameters()] == ["users.weight", "words.weight"]
+    assert not collection.state_dict()
+
+
+def test_a_collection_has_the_rows_and_gradients_made_by_hand() -> None:
+    shared = kvtrainer.Embedding(2, dtype=torch.float64)
+    bags = kvtrainer.EmbeddingBag(3, mode="mean", seed=1)
+    collection = kvtrainer.EmbeddingBagCollection({"users": shared, "words": bags, "friends": shared})
+    named = {"t": shared.weight, "w": bags.weight}
+    with kvtrainer.Trainer(named, "sgd", {"learning_rate": 1.0}, kvstore="local") as trainer:
+        found = collection(
+            {
+                "friends": torch.tensor([7, 8]),
+                "words": (torch.tensor([1, 2, 2]), torch.tensor([0, 1])),
+                "users": [[8], [9]],
+            }
+        )
+        assert list(found) == ["friends", "words", "users"]
+        users = initial(shared, [7, 8, 9])
+        words = initial_rows(bags.weight.options, "w", row_numbers(np.array([1, 2])), 3, torch.float32)
+        assert torch.equal(found["friends"], users[:2])
+        assert torch.equal(found["users"], users[1:].view(2, 1, 2))
+        assert torch.equal(found["words"], words)
+        (found["friends"].sum() + 10 * found["users"].sum() + found["words"].sum()).backward()
+        trainer.step(1)
+        assert torch.allclose(users - shared([7, 8, 9]), torch.tensor([1.0, 11.0, 10.0]).double()[:, None])
+        assert torch.allclose(words - bags([[1], [2]]), torch.ones(2, 1))
+
+
+def test_a_collection_without_ids_asks_for_nothing() -> None:
+    collection = kvtrainer.EmbeddingBagCollection({"users": kvtrainer.Embedding(2)})
+    assert collection({}) == {}
+
+
+def test_tables_of_several_trainers_are_looked_up_together() -> None:
+    tables = [kvtrainer.Embedding(2, init="constant", scale=scale) for scale in (1.0, 2.0, 3.0)]
+    collection = kvtrainer.EmbeddingBagCollection(dict(zip("abc", tables, strict=True)))
+    with (
+        trained(tables[1]),
+        kvtrainer.Trainer({"x": tables[0].weight, "y": tables[2].weight}, "sgd", kvstore="local"),
+    ):
+        found = collection({name: torch.tensor([5]) for name in "abc"})
+        assert [one.tolist() for one in found.values()] == [[[1.0, 1.0]], [[2.0, 2.0]], [[3.0, 3.0]]]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {"usres": [1]},
+        {"users": ([1], torch.tensor([0]))},
+        {"users": ()},
+        {"words": ([1], torch.tensor([0]), None, None)},
+        {"users": [1], "words": [1]},
+        {"users": [1], "words": [[0.5]]},
+        [1, 2],
+    ],
+)
+def test_a_collection_refuses_what_its_tables_do_not_take(ids: Any) -> None:
+    users, words = kvtrainer.Embedding(2), kvtrainer.EmbeddingBag(2)
+    collection = kvtrainer.EmbeddingBagCollection({"users": users, "words": words})
+    with kvtrainer.Trainer(collection, "sgd", kvstore="local"), pytest.raises(ConfigurationError):
+        collection(ids)
+
+
+@pytest.mark.parametrize(
+    "tables", [{"users": torch.nn.Embedding(4, 2)}, {"users": None}, [kvtrainer.Embedding(2)]]
+)
+def test_a_collection_of_other_modules_is_refused(tables: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        kvtrainer.EmbeddingBagCollection(tables)
+    collection = kvtrainer.EmbeddingBagCollection({})
+    with pytest.raises(ConfigurationError):
+        collection["users"] = torch.nn.Linear(1, 1)

@@ -22,7 +22,7 @@ from kvstore_server.errors import ProtocolError
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, Slice, TensorSpec, group_slices, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows, split_rows
 from kvstore_server.shard.storage import VERSIONS_KEPT, StoredRowChanges
 from kvtrainer.client.client import Client
@@ -431,7 +431,7 @@ def test_rows_of_tables_that_lie_side_by_side_come_as_one_record(
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("row_sparse", [False, True])
-def test_rows_of_tables_that_lie_side_by_side_are_asked_for_by_one_message(
+def test_rows_of_several_tables_are_asked_for_by_one_message_to_each_server(
     servers: int, row_sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, sizes = client_of(servers), (NUM_ROWS, 40_000, 20_000)
@@ -467,6 +467,7 @@ def test_rows_of_tables_that_lie_side_by_side_are_asked_for_by_one_message(
         found = client.rows.pull([(table, key, own) for key, own in zip(keys, ids, strict=True)])
         for key, own, rows in zip(keys, ids, found, strict=True):
             assert torch.equal(rows, tables[key][own])
+        assert len(asked) == len(set(asked))
         if keys == (0, 1, 2):
             assert sorted(asked) == list(range(servers))
         asked.clear()
@@ -474,3 +475,61 @@ def test_rows_of_tables_that_lie_side_by_side_are_asked_for_by_one_message(
     first, second = client.rows.pull([(table, 0, none), (table, 1, torch.tensor([5]))])
     assert first.shape == (0, WIDTH)
     assert torch.equal(second, tables[1][5:6])
+
+
+def test_more_rows_of_several_tables_than_one_message_holds_come_in_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = client_of(1)
+    shapes = {"float16": (200_000, 1), "bfloat16": (3_000, 3), "float64": (90_000, 2)}
+    specs = [TensorSpec(dtype, shape, dtype, row_sparse=True) for dtype, shape in shapes.items()]
+    [table] = client.register({"t": specs})
+
+    def source(dtype: str, first: int, numel: int) -> Tensor:
+        """Return what lies there, row for row."""
+        return (torch.arange(first, first + numel) % 99).to(getattr(torch, dtype))
+
+    sources = {key: partial(source, dtype) for key, dtype in enumerate(shapes)}
+    arenas = table.new_arenas()
+    client.rounds.wait(client.rounds.start(Contribution([table], [arenas], None, sources=sources)))
+    sizes: list[int] = []
+    begin = client._session.begin
+
+    def counted(requests: Sequence[tuple[int, m.RequestBody]]) -> Calls:
+        sizes.extend(sum(map(len, body.ids)) for _, body in requests if isinstance(body, m.PullRows))
+        return begin(requests)
+
+    monkeypatch.setattr(client._session, "begin", counted)
+    ids = [torch.arange(spec.shape[0]) for spec in specs]
+    found = client.rows.pull([(table, key, own) for key, own in enumerate(ids)])
+    for key, (spec, rows) in enumerate(zip(specs, found, strict=True)):
+        [deal] = table.plan.rows(key).round_robins
+        width = spec.shape[1]
+        places = torch.from_numpy(deal.places(ids[key].numpy()))
+        expected = (places[:, None] * width + torch.arange(width)) % 99
+        assert torch.equal(rows.long(), expected)
+    assert sum(sizes) == 8 * sum(map(len, ids))
+    assert len(sizes) == 4
+    assert max(sizes) <= MAX_FRAME
+
+
+@pytest.mark.parametrize(
+    ("keys", "ids"),
+    [
+        ((), ()),
+        ((0,), ()),
+        ((0, 0), (struct.pack("<q", 0),)),
+        ((0, 1), (struct.pack("<q", 0),) * 2),
+        ((0, 0), (struct.pack("<q", 0), struct.pack("<q", NUM_ROWS))),
+        ((0, 0), (struct.pack("<q", 0), bytes(7))),
+        ((0,) * 12, (struct.pack(f"<{IN_SLICE}q", *range(IN_SLICE)),) * 12),
+        ((0,) * (KEYS_PER_MESSAGE + 1), (b"",) * (KEYS_PER_MESSAGE + 1)),
+    ],
+)
+def test_a_request_for_rows_of_several_keys_that_does_not_fit_is_refused(
+    keys: tuple[int, ...], ids: tuple[bytes, ...]
+) -> None:
+    job = Job()
+    with pytest.raises(ProtocolError):
+        job.client._session.call(0, m.PullRows(0, keys, ids, 1.0))
+    assert job.rows(0, NUM_ROWS - 1) == [0, 0]
