@@ -66,6 +66,8 @@ HASH_SLICES = 128
 """A hash table has this many slices: ranges of row numbers, which are hashes, so all have about as many rows."""
 
 
+_HASHED_ROW, _HELD_ROW = 9, 12
+"""Bytes of a row of a hash table beside its values, and of a row that is asked for, at most."""
 _LONGEST_OPTIMIZER = 4096
 """Characters that describe the optimizer of a hash table."""
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3e38, "float32": 3.4e38, "float64": 1.7e308}
@@ -621,7 +623,8 @@ def _plan_row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
     # 2. The block of each server: which pieces are there, and how its rows are numbered.
     blocks, position = {}, max(positions, default=0)
     # Requests of rows have 8 bytes for each id, whatever the width.
-    row_nbytes = max((8 if hashed else 4) + width * SIZES[plan.specs[key].dtype], 8)
+    values = width * SIZES[plan.specs[key].dtype]
+    row_nbytes = max(_HASHED_ROW + values, _HELD_ROW) if hashed else max(4 + values, 8)
     takes_rows = plan.takes_rows(key) and row_numel(plan.specs[key])
     for server in sorted(set(servers.tolist())) if takes_rows else ():
         mine = np.flatnonzero(servers == server)

@@ -51,6 +51,10 @@ class Embedding(nn.Module):
         optimizer: The table's own: a name, a class or an instance, as for the Trainer. None: the Trainer's.
         optimizer_params: Its options. Without `learning_rate` it has the learning rate of the parameter's group in the
             Trainer; the other options of the group, and the Trainer's weight decay, do not apply to it.
+        cache_rows: How many rows this worker keeps, those that it has read last, so that servers send only rows that
+            have changed since; the same results as without. For stores with servers.
+        cache_age: Rows that were read at most this many rounds ago are used without asking, whether they have changed
+            or not; 0: servers are always asked.
         dtype, device: Of the rows.
 
     Raises:
@@ -72,6 +76,8 @@ class Embedding(nn.Module):
         max_norm: float | None = None,
         optimizer: str | type | Optimizer | torch.optim.Optimizer | None = None,
         optimizer_params: Mapping[str, Any] | None = None,
+        cache_rows: int = 0,
+        cache_age: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -80,7 +86,9 @@ class Embedding(nn.Module):
         limit = 0.0 if max_norm is None else check.number("max_norm", max_norm, above=0)
         own = _described(optimizer, optimizer_params)
         options = HashTableOptions(seed, init, scale, admit_after, expire_after, max_rows, evict, limit, own)
-        self.weight = HashTableParameter(dim, options, dtype=dtype, device=device)
+        self.weight = HashTableParameter(
+            dim, options, dtype=dtype, device=device, cache_rows=cache_rows, cache_age=cache_age
+        )
         self.padding_idx = padding_idx
 
     def forward(self, ids: Any) -> Tensor:

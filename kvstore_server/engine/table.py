@@ -39,7 +39,14 @@ from kvstore_server.errors import (
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import MAX_SLICE, SIZES, Ints, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.rows import RowSet, are_hashes, are_row_ids, encode_rows
+from kvstore_server.protocol.rows import (
+    HeldRows,
+    RowSet,
+    are_hashes,
+    are_row_ids,
+    encode_rows,
+    read_held_rows,
+)
 from kvstore_server.shard.deltas import Deltas
 from kvstore_server.shard.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.shard.reduction import RankContribution
@@ -67,6 +74,15 @@ class RowPart(NamedTuple):
     payload: Tensor
     kind: int
     """WHOLE, ROWS, VALUES or DELTA (see `messages`)."""
+
+
+class _WantedRows(NamedTuple):
+    """Rows of a key that a worker asks for."""
+
+    key: int
+    block: RowBlock
+    ids: Ints
+    held: HeldRows | None
 
 
 Parts = Mapping[int, RankCommit]
@@ -545,23 +561,24 @@ class Table:
         Args:
             is_former: As they were before the last round, which the caller knows to be kept.
         """
-        if not pull.keys or len(pull.keys) != len(pull.ids):
+        if not pull.keys or not len(pull.keys) == len(pull.ids) == len(pull.held):
             raise ProtocolError(f"a pull of rows names {len(pull.keys)} keys and ids of {len(pull.ids)} keys")
         # 1. Check all keys before rows are copied.
-        wanted = [self._pulled_ids(key, ids) for key, ids in zip(pull.keys, pull.ids, strict=True)]
-        nbytes = sum([len(ids) * block.row_nbytes for _, block, ids in wanted])
-        if nbytes > MAX_SLICE and sum([len(ids) for _, _, ids in wanted]) > 1:
+        given = zip(pull.keys, pull.ids, pull.held, strict=True)
+        wanted = [_WantedRows(key, *self._pulled_ids(key, ids, held)) for key, ids, held in given]
+        nbytes = sum([len(one.ids) * one.block.row_nbytes for one in wanted])
+        if nbytes > MAX_SLICE and sum([len(one.ids) for one in wanted]) > 1:
             raise ProtocolError(
                 f"a pull of rows of {len(wanted)} keys has {nbytes} bytes of ids and values: too many for one message"
             )
         # 2. Copy their rows.
-        found = [self._pulled_rows(key, block, ids, is_former) for key, block, ids in wanted]
+        found = [self._pulled_rows(one, is_former) for one in wanted]
         values = found[0].view(-1)
         if len(found) > 1:
             values = torch.cat([rows.view(-1).view(torch.uint8) for rows in found])
-        return RowPart(wanted[0][1].slices[0].index, values, m.VALUES)
+        return RowPart(wanted[0].block.slices[0].index, values, m.VALUES)
 
-    def _pulled_ids(self, key: int, packed: bytes) -> tuple[int, RowBlock, Ints]:
+    def _pulled_ids(self, key: int, packed: bytes, held: bytes) -> tuple[RowBlock, Ints, HeldRows | None]:
         self.shard.check_rows(self.unit, key)
         block = self.plan.joined_rows(key).blocks[self.unit.server]
         if len(packed) % 8:
@@ -576,11 +593,14 @@ class Table:
             raise ProtocolError(
                 f"a pull names rows of key {key} twice, not in ascending order, or some that are not here"
             )
-        return key, block, ids
+        if held and not block.is_hashed:
+            raise ProtocolError(f"a worker says what it has of key {key}, which is not a hash table")
+        return block, ids, read_held_rows(held, len(ids))
 
-    def _pulled_rows(self, key: int, block: RowBlock, ids: Ints, is_former: bool) -> Tensor:
+    def _pulled_rows(self, wanted: _WantedRows, is_former: bool) -> Tensor:
+        key, block, ids, held = wanted
         if block.is_hashed:
-            return self.shard.read_hash_table(self.unit, key, ids, is_former)
+            return self.shard.pull_hash_table(self.unit, key, ids, held, is_former)
         if not is_former:
             return self.shard.take_rows(self.unit, key, torch.from_numpy(ids))
         cuts = np.searchsorted(ids, block.starts).tolist()

@@ -280,7 +280,8 @@ class Pull:
 class PullRows:
     """Requests some rows of keys, as many as fit into a message; answered by Weights, one part with their values.
 
-    The values are in the order of the request. Rows of a row group count as rows of its first key.
+    The values are in the order of the request; those of a hash table are encoded as `rows.PulledRows`. Rows of a row
+    group count as rows of its first key.
     """
 
     table: int
@@ -288,6 +289,8 @@ class PullRows:
     """Indices of the keys; the same one may come again."""
     ids: tuple[bytes, ...]
     """For each key int64, distinct and ascending, counted from the first row of the key on this server."""
+    held: tuple[bytes, ...]
+    """For each key empty, or `rows.HeldRows`: which of the rows the worker has already."""
     timeout: float
     round: int = -1
     """As in `Pull`."""

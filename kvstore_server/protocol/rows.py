@@ -12,6 +12,9 @@ server into one payload, which belongs to the first of them; the head says how m
 if they fit. New values may be rows of a row group, counted as rows of its first key. Each part begins at a multiple of
 8 bytes. The bytes never exceed those of the dense slices by more than a frame allows.
 
+A server sends rows of a hash table as `PulledRows`: it leaves out those that the worker has (`HeldRows`), and those
+that are not in the table, whose initial values the worker computes.
+
 Ids from a peer are copied and checked (distinct, ascending, in range); values are views of the received bytes.
 """
 
@@ -23,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,6 +65,75 @@ class RowSet(NamedTuple):
     """int64, distinct and ascending, counted from the first row of the key or block; row numbers of a hash table."""
     values: Tensor
     """(number of ids, elements of a row)."""
+
+
+class HeldRows(NamedTuple):
+    """What a worker has of the rows of a hash table that it asks a server for: int64, then int32 for each row."""
+
+    epoch: int
+    """As in `PulledRows`."""
+    steps: npt.NDArray[np.int32]
+    """For each row, the step of the table whose value the worker has; -1: none."""
+
+    def pack(self) -> bytes:
+        return self.epoch.to_bytes(8, "little", signed=True) + self.steps.astype("<i4").tobytes()
+
+
+def read_held_rows(packed: bytes, count: int) -> HeldRows | None:
+    """Return what a worker has of `count` rows; None: nothing. Raises ProtocolError for another number of them."""
+    if not packed:
+        return None
+    if len(packed) != 8 + 4 * count:
+        raise ProtocolError(f"a worker has {len(packed)} bytes about {count} rows of a hash table")
+    return HeldRows(int.from_bytes(packed[:8], "little", signed=True), np.frombuffer(packed, "<i4", offset=8))
+
+
+SAME, INITIAL, SENT = range(3)
+"""The worker has the row; the row is not in the table; its values follow."""
+
+
+class PulledRows(NamedTuple):
+    """Rows of a hash table as a server sends them: step and epoch as int64, forms, and values of rows that are SENT.
+
+    Forms are one byte for each row. They, and the values, are padded to a multiple of 8 bytes.
+    """
+
+    step: int
+    """Updates of the table so far; -1: the rows are of a former step, and must not be kept."""
+    epoch: int
+    """Changes when rows are replaced by others than an update's."""
+    forms: npt.NDArray[np.uint8]
+    values: Tensor
+    nbytes: int
+
+
+def new_pulled_rows(
+    step: int, epoch: int, forms: npt.NDArray[np.uint8], width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the bytes of `PulledRows`, and the part of them that takes the values of the rows that are SENT."""
+    count, begin = int(np.count_nonzero(forms == SENT)), 16 + -(-len(forms) // 8) * 8
+    nbytes = count * width * dtype.itemsize
+    data = torch.empty(begin + -(-nbytes // 8) * 8, dtype=torch.uint8, device="cpu")
+    flat = data.numpy()
+    flat[:16].view("<i8")[:] = step, epoch
+    flat[16 : 16 + len(forms)] = forms
+    flat[16 + len(forms) : begin] = 0
+    flat[begin + nbytes :] = 0
+    return data, data[begin : begin + nbytes].view(dtype).view(count, width)
+
+
+def read_pulled_rows(data: Tensor, count: int, width: int, dtype: torch.dtype) -> PulledRows:
+    """Read `PulledRows` of `count` rows from the beginning of some bytes. Raises ProtocolError if these are too few."""
+    begin = 16 + -(-count // 8) * 8
+    own = data if data.storage_offset() % 8 == 0 else data.clone()  # behind rows of another key
+    flat = own.numpy()
+    forms = flat[16 : 16 + count]
+    nbytes = int(np.count_nonzero(forms == SENT)) * width * dtype.itemsize
+    if len(flat) < begin + nbytes or (count and forms.max() > SENT):
+        raise ProtocolError(f"a server has sent {len(flat)} bytes for {count} rows of a hash table")
+    step, epoch = flat[:16].view("<i8").tolist()
+    values = own[begin : begin + nbytes].view(dtype).view(-1, width)
+    return PulledRows(step, epoch, forms, values, begin + -(-nbytes // 8) * 8)
 
 
 Parts: TypeAlias = Mapping[int, RowSet | Tensor]

@@ -51,7 +51,7 @@ from kvstore_server.optimizer.rows import gather_rows, scatter_rows
 from kvstore_server.optimizer.state import State
 from kvstore_server.optimizer.trees import decode_tree_entry, encode_tree_entry
 from kvstore_server.plan import HASH_SLICES, HashTableOptions, slices_of_hashes
-from kvstore_server.protocol.rows import RowSet
+from kvstore_server.protocol.rows import INITIAL, SAME, SENT, HeldRows, RowSet, new_pulled_rows
 from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints
 
 Counts = npt.NDArray[np.int32]
@@ -422,6 +422,8 @@ class HashTable:
         self._allocate, self._protect = allocate, protect
         self._claimed = 0
         """Bytes that are claimed."""
+        self.epoch = int.from_bytes(os.urandom(7), "little")
+        """Changes when rows are replaced otherwise than by updates; another process has another one."""
         memory = allocate("head", 8 * _HEAD + _ENTRIES)[: 8 * _HEAD + _ENTRIES]
         self._head_memory = memory[: 8 * _HEAD].view(1, -1)
         self._head: Ints = memory[: 8 * _HEAD].view(torch.int64).numpy()
@@ -445,6 +447,7 @@ class HashTable:
 
     def restore(self) -> None:
         """Go on with what a former process had."""
+        self.epoch += 1
         data = bytes(self._entries.numpy()).rstrip(b"\0")
         for name, (value, dtype, shape) in (json.loads(data) if data and self.has_state else {}).items():
             entry = value if dtype is None else self._reserve(f"state.{name}", torch_dtype(dtype), shape)
@@ -476,6 +479,20 @@ class HashTable:
         slots = self.slots.find(rows)
         slots[(slots >= 0) & self._have_expired(self.slots, slots)] = -1
         return self._read_slots(rows, slots)
+
+    def pull(self, rows: Ints, held: HeldRows | None = None) -> Tensor:
+        """Return rows as `PulledRows`: without those that the worker has, and those that are not in the table."""
+        slots = self.slots.find(rows)
+        slots[(slots >= 0) & self._have_expired(self.slots, slots)] = -1
+        forms = np.where(slots < 0, INITIAL, SENT).astype(np.uint8)
+        if held is not None and held.epoch == self.epoch:
+            # A row that is there has not changed since it was updated last, and came with an update, too.
+            touched = self.slots.touched[np.maximum(slots, 0)]
+            forms[(slots >= 0) & (held.steps >= touched) & (held.steps <= self.step)] = SAME
+        sent = torch.from_numpy(slots[forms == SENT])
+        data, values = new_pulled_rows(self.step, self.epoch, forms, self.width, self.dtype)
+        torch.index_select(self.weights, 0, sent, out=values)
+        return data
 
     def read_former(self, rows: Ints, former: FormerRows) -> Tensor:
         """Copy rows as the last change found them.
@@ -842,6 +859,7 @@ class HashTable:
 
     def clear_slice(self, number: int) -> None:
         """Forget all of a slice."""
+        self.epoch += 1
         self._protect(self._head_memory, _ONLY)
         self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]] = self._in_slice[number] = 0
         self._head[_STEP] = 0
@@ -881,6 +899,7 @@ class HashTable:
             rows[_CANDIDATE] = rows[_CANDIDATE][:0]  # all rows may come now
         self.check_room(max(len(rows[begin]) - len(former[begin]) for begin in rows), claim)
         # 2. Replace the rows.
+        self.epoch += 1
         self._protect(self._head_memory, _ONLY)
         for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):
             slots.remove(former[begin])

@@ -39,7 +39,7 @@ from kvstore_server.optimizer.apply import applies_to_rows, applies_to_rows_alon
 from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, scatter_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import HashTableOptions, Ints, Plan, Slice, TensorSpec, row_numel
-from kvstore_server.protocol.rows import Parts, RowSet, cut_rows
+from kvstore_server.protocol.rows import SENT, HeldRows, Parts, RowSet, cut_rows, new_pulled_rows
 from kvstore_server.shard.hash_table import HashTable, HashTableStats
 from kvstore_server.shard.norms import (
     UNCHANGED,
@@ -232,17 +232,24 @@ class Shard:
         if key not in unit.keys or unit.server not in unit.plan.rows(key).blocks:
             raise ProtocolError(f"this server has no rows of a key {key}")
 
-    def read_hash_table(self, unit: Unit, key: int, rows: Ints, is_former: bool = False) -> Tensor:
-        """Copy rows of a hash table; those that are not there have their initial values.
+    def pull_hash_table(
+        self, unit: Unit, key: int, rows: Ints, held: HeldRows | None = None, is_former: bool = False
+    ) -> Tensor:
+        """Return rows of a hash table as `PulledRows`.
 
         Args:
+            held: What the worker has of them.
             is_former: As they were before the last round, which the caller knows to be kept.
         """
         table, journal = self.hash_tables[unit.first_key + key], self._journal
         if not is_former or journal is None:
-            return table.read(rows)
+            return table.pull(rows, held)
         change = self.storage.last_change(self.storage.layouts[unit.first_key + key].slot)
-        return table.read_former(rows, lambda array: journal.former_rows(array, change))
+        former = table.read_former(rows, lambda array: journal.former_rows(array, change))
+        forms = np.full(len(rows), SENT, np.uint8)
+        data, values = new_pulled_rows(-1, table.epoch, forms, table.width, table.dtype)
+        values.copy_(former)
+        return data
 
     def hash_table_stats(self, unit: Unit) -> dict[str, HashTableStats]:
         """Return figures of a unit's hash tables, by the name of the key."""

@@ -8,6 +8,9 @@ rounds that the next forward pass will read (`prefetch`); a pull then finds them
 itself. In synchronous rounds, rows of servers on this host are read in their memory (`MappedRowReads`), with no message
 at all: write counters beside the memory tell whether a server was writing meanwhile. Hash tables are not read so.
 
+Rows of hash tables come without those that are not in the table, whose initial values are computed here, and without
+those that a `RowCache` has and that have not changed since.
+
 Versions of weights are recorded only for rows that this worker computes with, and only for servers that have nothing
 but rows of the table: others send older weights with each round, and a gradient counts as old as those.
 """
@@ -22,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,9 +33,12 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.engine.rounds import Ints
 from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.rows import scatter_rows
-from kvstore_server.plan import LONG, MAX_SLICE, PAGE, SIZES, Plan, RowBlock, row_numel
+from kvstore_server.plan import LONG, MAX_SLICE, PAGE, SIZES, Plan, RowBlock, TensorSpec, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
+from kvstore_server.protocol.rows import INITIAL, SAME, SENT, HeldRows, PulledRows, read_pulled_rows
+from kvstore_server.shard.hash_table import initial_rows
+from kvstore_server.shard.id_index import IdIndex
 from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import put_pages
@@ -42,12 +49,150 @@ from kvtrainer.client.tables import RemoteTable
 
 _log = logging.getLogger(__name__)
 
+_NO_IDS: Ints = np.zeros(0, np.int64)
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE: memory of the mapping is not counted before it is used."""
 
 RowsWanted = tuple[RemoteTable, int, Tensor]
 """Some rows of one key: its table, its index in the plan, and ids (int64, distinct and ascending). Its slices hold
 whole rows."""
+
+
+class PlacedRows(NamedTuple):
+    """Rows of a key that a message asks for, and where they go."""
+
+    out: Tensor
+    where: Ints
+    """Their places there; rows that the cache has are there already."""
+    spec: TensorSpec
+    ids: Ints
+    cache: RowCache | None
+    held: HeldRows | None
+    """What the server was told of the cache."""
+    round: int
+    """The worker's round of the table."""
+
+    def after(self, at: int) -> PlacedRows:
+        """Return these rows without the first ones."""
+        held = self.held
+        if held is not None:
+            held = held._replace(steps=held.steps[at:])
+        return self._replace(where=self.where[at:], ids=self.ids[at:], held=held)
+
+    def write(self, data: Tensor, server: int, version: int) -> int:
+        """Write the values that begin these bytes; returns how many bytes they take."""
+        width, dtype = self.out.shape[1], self.out.dtype
+        if self.spec.hash_table is None:
+            nbytes = len(self.where) * width * dtype.itemsize
+            own = data[:nbytes]
+            own = (
+                own.clone() if own.storage_offset() % dtype.itemsize else own
+            )  # behind rows of another dtype
+            scatter_rows(self.out, torch.from_numpy(self.where), own.view(dtype).view(-1, width))
+            return nbytes
+        pulled = read_pulled_rows(data, len(self.ids), width, dtype)
+        sent, absent = (np.flatnonzero(pulled.forms == form) for form in (SENT, INITIAL))
+        scatter_rows(self.out, torch.from_numpy(self.where[sent]), pulled.values)
+        if len(absent):
+            initial = initial_rows(self.spec.hash_table, self.spec.key, self.ids[absent], width, dtype)
+            scatter_rows(self.out, torch.from_numpy(self.where[absent]), initial)
+        if self.cache is not None and pulled.step >= 0:
+            self.cache.put(self, pulled, server, version)
+        return pulled.nbytes
+
+
+class RowCache:
+    """Rows of a hash table that this worker has read: it asks servers only for those that have changed since.
+
+    Args:
+        capacity: How many rows are kept: those that were read last.
+        max_age: Rows that were read at most so many rounds ago are used without asking; 0: servers are always asked.
+    """
+
+    def __init__(self, capacity: int, max_age: int, width: int, dtype: torch.dtype) -> None:
+        self.capacity, self.max_age = capacity, max_age
+        self._values = torch.empty(capacity, width, dtype=dtype, device="cpu")
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows = np.zeros(self.capacity, np.int64)
+        self._steps = np.zeros(self.capacity, np.int32)
+        """The step of the table of which each row is."""
+        self._rounds, self._versions, self._used = np.zeros((3, self.capacity), np.int64)
+        """When it was read, by the worker's rounds; the version of weights; and when it was used last, in calls."""
+        self._index = IdIndex(self._rows)
+        self._free = np.arange(self.capacity)[::-1].copy()
+        """Slots that have no row: the first `_num_free`."""
+        self._num_free, self._calls = self.capacity, 0
+        self._epochs: dict[int, int] = {}
+        """Server → that of its rows."""
+
+    def find(self, rows: Ints) -> Ints:
+        """Return the slot of each row; -1: it is not kept."""
+        slots = self._index.find(rows)
+        self._calls += 1
+        self._used[slots[slots >= 0]] = self._calls
+        return slots
+
+    def values(self, slots: Ints) -> Tensor:
+        return self._values.index_select(0, torch.from_numpy(slots))
+
+    def are_fresh(self, slots: Ints, round_: int) -> npt.NDArray[np.bool_]:
+        """Return which rows can be used without asking."""
+        if not self.max_age:
+            return np.zeros(len(slots), bool)
+        return (slots >= 0) & (round_ - self._rounds[slots] <= self.max_age)
+
+    def oldest(self, slots: Ints) -> int:
+        """Return the version of the oldest of some rows."""
+        return int(self._versions[slots].min())
+
+    def held(self, slots: Ints, server: int) -> HeldRows | None:
+        """Return what to tell a server about these rows; None if none of them is kept."""
+        if server not in self._epochs or not (slots >= 0).any():
+            return None
+        return HeldRows(self._epochs[server], np.where(slots >= 0, self._steps[slots], -1).astype(np.int32))
+
+    def put(self, placed: PlacedRows, pulled: PulledRows, server: int, version: int) -> None:
+        """Keep rows that a server has sent, and note which ones it found unchanged."""
+        if self._epochs.setdefault(server, pulled.epoch) != pulled.epoch:
+            self.clear()
+            self._epochs[server] = pulled.epoch
+        # 1. Rows that are kept: newer, or unchanged. Another request may have replaced or dropped them meanwhile.
+        slots = self._index.find(placed.ids)
+        is_sent = pulled.forms == SENT
+        is_kept = (slots >= 0) & (self._steps[slots] <= pulled.step)
+        if placed.held is None:
+            is_kept &= is_sent
+        else:
+            is_kept &= is_sent | ((pulled.forms == SAME) & (self._steps[slots] == placed.held.steps))
+        # 2. Rows that are new take slots; if there are none left, a quarter of the rows, the least recently used, goes.
+        new = np.flatnonzero(is_sent & (slots < 0))[: self.capacity]
+        if len(new) > self._num_free:
+            self._evict(max(self.capacity // 4, len(new) - self._num_free))
+            slots = self._index.find(placed.ids)
+            is_kept &= slots >= 0
+        self._num_free -= len(new)
+        free = self._free[self._num_free :][: len(new)]
+        self._rows[free] = placed.ids[new]
+        self._index.insert(free)
+        slots[new], is_kept[new] = free, True
+        # 3. Their values.
+        every, sent = np.flatnonzero(is_kept), np.flatnonzero(is_kept & is_sent)
+        self._steps[slots[every]], self._versions[slots[every]] = pulled.step, version
+        self._rounds[slots[every]], self._used[slots[every]] = placed.round, max(self._calls, 1)
+        number = np.cumsum(is_sent) - 1
+        rows = pulled.values.index_select(0, torch.from_numpy(number[sent]))
+        scatter_rows(self._values, torch.from_numpy(slots[sent]), rows)
+
+    def _evict(self, count: int) -> None:
+        live = np.flatnonzero(self._used)
+        going = live[np.argpartition(self._used[live], count - 1)[:count]] if count < len(live) else live
+        self._index.remove(going)
+        self._used[going] = 0
+        self._free[self._num_free :][: len(going)] = going
+        self._num_free += len(going)
 
 
 @dataclass
@@ -57,44 +202,44 @@ class RowRequest:
     table: RemoteTable
     server: int
     keys: list[int] = field(default_factory=list)
-    ids: list[bytes] = field(default_factory=list)
-    places: list[tuple[Tensor, Ints]] = field(default_factory=list)
-    """For each key, the output, and the places of its rows there."""
+    places: list[PlacedRows] = field(default_factory=list)
+    """For each key."""
     nbytes: int = 0
     """Bytes of its ids and rows."""
 
-    def add(self, block: RowBlock, ids: Ints, out: Tensor, where: Ints) -> int:
+    def add(self, block: RowBlock, rows: PlacedRows) -> int:
         """Add as many of some rows as fit; returns how many."""
         is_full = len(self.keys) == KEYS_PER_MESSAGE
         count = 0 if is_full else (MAX_SLICE - self.nbytes) // block.row_nbytes
-        count = min(count if self.keys else max(count, 1), len(ids))
+        count = min(count if self.keys else max(count, 1), len(rows.ids))
         if count:
             self.keys.append(block.slices[0].segments[block.position].key)
-            self.ids.append(ids[:count].astype("<i8").tobytes())
-            self.places.append((out, where[:count]))
+            held = rows.held
+            if held is not None:
+                held = held._replace(steps=held.steps[:count])
+            self.places.append(rows._replace(where=rows.where[:count], ids=rows.ids[:count], held=held))
             self.nbytes += count * block.row_nbytes
         return count
 
     def message(self, timeout: float) -> m.PullRows:
         number, before = self.table.numbers[self.server], self.table.round if self.table.is_repeated else -1
-        return m.PullRows(number, tuple(self.keys), tuple(self.ids), timeout, before)
+        ids = tuple([one.ids.astype("<i8").tobytes() for one in self.places])
+        held = tuple([b"" if one.held is None else one.held.pack() for one in self.places])
+        return m.PullRows(number, tuple(self.keys), ids, held, timeout, before)
 
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Tensor, version: int) -> None:
         """Write the bytes of all rows to the outputs."""
         start = 0
-        for out, where in self.places:
-            end = start + len(where) * out.shape[1] * out.itemsize
-            own = values[start:end]
-            if own.storage_offset() % out.itemsize:
-                own = own.clone()  # behind rows of another dtype
-            scatter_rows(out, torch.from_numpy(where), own.view(out.dtype).view(-1, out.shape[1]))
-            start = end
+        for one in self.places:
+            start += one.write(values[start:], self.server, version)
 
 
 class RowsAsked(NamedTuple):
     calls: Calls
     requests: list[RowRequest]
     outs: list[Tensor]
+    versions: dict[tuple[int, int], int]
+    """As in `RowsTaken`, of rows that the cache had."""
 
 
 class RowsTaken(NamedTuple):
@@ -126,6 +271,10 @@ class RowPulls:
     def __init__(self, session: Session, rounds: Rounds) -> None:
         self.session = session
         self.rounds = rounds
+        self.caches: dict[tuple[int, int], RowCache] = {}
+        """(table by index, key) → rows that this worker keeps."""
+        self._num_reconnects = 0
+        """How often a server had come back after it was gone, when these were filled."""
 
     def pull(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
         """Fetch present values of rows to compute with, after this worker's rounds of the tables; blocks.
@@ -150,6 +299,11 @@ class RowPulls:
         requests: list[RowRequest] = []
         last: dict[tuple[int, int], RowRequest] = {}
         """(server, table by index) → the request that more rows are added to."""
+        old: dict[tuple[int, int], int] = {}
+        """(server, table by index) → the version of the oldest row that is not asked for."""
+        if self._num_reconnects != self.session.num_reconnects:
+            self._num_reconnects = self.session.num_reconnects
+            self.forget()
         for table, keys, ids in _group_row_reads(wanted):
             # 1. The requests of one row group count as rows of one key.
             self.rounds.wait_pending(table)
@@ -162,32 +316,52 @@ class RowPulls:
                 given = torch.cat([own + starts[key] for key, own in zip(keys, ids, strict=True)])
             out = torch.empty(sum(lengths), row_numel(spec), dtype=torch_dtype(spec.dtype), device="cpu")
             outs += torch.split(out, lengths)
-            # 2. One request to each server, or several for many rows.
+            # 2. Rows that are cached.
+            cache = None if table.is_repeated else self.caches.get((table.index, keys[0]))
+            slots, is_fresh = _NO_IDS, np.zeros(0, bool)
+            if cache is not None:
+                slots = cache.find(given.numpy())
+                kept, is_fresh = np.flatnonzero(slots >= 0), cache.are_fresh(slots, table.round)
+                scatter_rows(out, torch.from_numpy(kept), cache.values(slots[kept]))
+            # 3. One request to each server for the others, or several for many rows.
             for block, where, own in rows.by_server(given.numpy()):
                 where = np.arange(len(given))[where]
-                place, at = (block.server, table.index), 0
+                place, held = (block.server, table.index), None
+                if cache is not None:
+                    fresh = where[is_fresh[where]]
+                    if len(fresh):
+                        oldest = cache.oldest(slots[fresh])
+                        old[place] = min(oldest, old.get(place, oldest))
+                    own, where = own[~is_fresh[where]], where[~is_fresh[where]]
+                    held = cache.held(slots[where], block.server)
+                placed, at = PlacedRows(out, where, spec, own, cache, held, table.round), 0
                 while at < len(own):
                     if place in last:
-                        at += last[place].add(block, own[at:], out, where[at:])
+                        at += last[place].add(block, placed.after(at))
                     if at < len(own):
                         last[place] = RowRequest(table, block.server)
                         requests.append(last[place])
         messages = [(one.server, one.message(self.session.options.timeout)) for one in requests]
-        asked = RowsAsked(self.session.begin(messages), requests, outs)
+        asked = RowsAsked(self.session.begin(messages), requests, outs, old)
         failpoint("worker.rows.asked")
         return asked
 
     def take(self, asked: RowsAsked) -> RowsTaken:
         options = self.session.options
         answers = self.session.finish(asked.calls, options.timeout + options.dead_after)
-        read: dict[tuple[int, int], int] = {}
+        read = dict(asked.versions)
         for request, answer in zip(asked.requests, answers, strict=True):
             assert isinstance(answer, m.Weights)
             [(_, version, _, source, start, nbytes)] = parts_of_incoming_weights(answer)
-            request.write(source[start : start + nbytes])
+            request.write(source[start : start + nbytes], version)
             place = request.server, request.table.index
             read[place] = min(version, read.get(place, version))
         return RowsTaken(asked.outs, read)
+
+    def forget(self) -> None:
+        """Forget what is cached."""
+        for cache in self.caches.values():
+            cache.clear()
 
 
 def _group_row_reads(
@@ -337,7 +511,19 @@ class TableRowReads:
         is_here = have[place] == ids if len(have) else torch.zeros(len(ids), dtype=torch.bool, device="cpu")
         return PickedRows(is_here, rows[place[is_here]])
 
+    def keep(self, key: int, capacity: int, max_age: int) -> None:
+        """Keep rows of a hash table that were read; see `RowCache`."""
+        spec = self._table.plan.specs[key]
+        cache = RowCache(capacity, max_age, row_numel(spec), torch_dtype(spec.dtype))
+        self._pulls.caches[self._table.index, key] = cache
+
+    def forget(self) -> None:
+        """Forget all rows that are here, because others have been put into the store."""
+        self.drop()
+        self._pulls.forget()
+
     def drop(self) -> None:
+        """Forget the rows that were prefetched."""
         if self._asked is not None:
             self._pulls.session.drop(self._asked.calls)
         self.wanted, self._asked, self._rows, self._versions = {}, None, {}, {}

@@ -25,7 +25,7 @@ from kvstore_server.plan import (
     check_hash_table_options,
     hash_table_spec,
 )
-from kvstore_server.shard.id_index import IdIndex, Ints, ids_of_rows, row_numbers
+from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints, ids_of_rows, row_numbers
 from kvtrainer.common.tensors import flatten_id_tensor, tensor_dtype_name
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
@@ -121,9 +121,12 @@ class HashTableParameter(RowSparseParameter):
         dim: Elements of a row.
         options: How rows come and go.
         dtype, device, requires_grad: As of `RowSparseParameter`.
+        cache_rows, cache_age: As of `kvtrainer.Embedding`.
     """
 
     options: HashTableOptions
+    cache_rows: int
+    cache_age: int
     handles: RowHandles
 
     def __new__(
@@ -134,14 +137,21 @@ class HashTableParameter(RowSparseParameter):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         requires_grad: bool = True,
+        cache_rows: int = 0,
+        cache_age: int = 0,
     ) -> HashTableParameter:
         if not check.is_integer(dim, 1):
             raise ConfigurationError(f"the rows of a hash table have 1 element or more, got dim={dim!r}")
+        cache_rows = check.integer("cache_rows", cache_rows, 0, MAX_SLOTS)
+        cache_age = check.integer("cache_age", cache_age, 0)
+        if cache_age and not cache_rows:
+            raise ConfigurationError(f"cache_age={cache_age} needs cache_rows, the number of rows to keep")
         kind = tensor_dtype_name(torch.get_default_dtype() if dtype is None else dtype)
         check_hash_table_options("this table", options, kind)
         self = super().__new__(cls, (MAX_ROWS, dim), dtype=dtype, device=device, requires_grad=requires_grad)
         assert isinstance(self, HashTableParameter)
         self.options, self.handles = options, RowHandles()
+        self.cache_rows, self.cache_age = cache_rows, cache_age
         return self
 
     def row_sparse_data(self, row_ids: Any) -> Tensor:
@@ -244,6 +254,8 @@ class HashTableParameter(RowSparseParameter):
                 dtype=self.dtype,
                 device=self.device,
                 requires_grad=self.requires_grad,
+                cache_rows=self.cache_rows,
+                cache_age=self.cache_age,
             )
         memo[id(self)] = made
         return made

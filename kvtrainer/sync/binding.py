@@ -44,6 +44,7 @@ from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.verbs import KVStoreVerbs, agreement_of
 from kvtrainer.memory.arena import Arena
+from kvtrainer.memory.hash_table import is_hash_table
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.options.stages import GradientLimits
 from kvtrainer.ranks.host_reduce import HierarchicalReduce, open_host_sum
@@ -332,6 +333,9 @@ class Binding:
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
         if self.holder is not None and self.holder.sink.changes != self._num_shown:
             self._watch_writes(arena, self.holder.sink)
+        for key, table in enumerate(layout.devices[0].parameters) if self.holder is not None else ():
+            if is_hash_table(table) and table.cache_rows:
+                self.rows.keep(key, table.cache_rows, table.cache_age)
         if self.holder is not None and self.holder.shared_grads is not None and is_on_cpu:
             layout.devices[0].tracker.grad_allocators = self.holder.shared_grads.grad_allocators()
         # 4. What listens to the backward pass.

@@ -943,6 +943,8 @@ class Trainer(torch.optim.Optimizer):
             for name in self.defaults.keys() & before.keys():
                 group.setdefault(name, before[name])
         states.take(found)
+        if self._pipeline.binding.holder is not None:
+            self._pipeline.binding.holder.rows.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called by torch's load_state_dict with new groups; the state was taken by the hook.

@@ -34,8 +34,9 @@ class Worker:
         self.rank, self.workers = rank, workers
         self.table = kvtrainer.Embedding(8, **{"admit_after": 2, "expire_after": 6, **options})
         self.bags = kvtrainer.EmbeddingBag(
-            8, mode="sum", max_rows=256, seed=1, max_norm=2.5, optimizer="rowadam"
-        )
+            8, mode="sum", max_rows=256, seed=1, max_norm=2.5, optimizer="rowadam",
+            cache_rows=options.get("cache_rows", 0),
+        )  # fmt: skip
         self.linear = torch.nn.Linear(8, 1)
         with torch.no_grad():
             for parameter in self.linear.parameters():
@@ -106,6 +107,63 @@ def test_rows_that_were_prefetched_are_those_that_are_fetched(
     plain, ahead = (Worker(members.join(processes.servers(2), 0, 1, new_name())) for _ in range(2))
     with plain.trainer, ahead.trainer:
         assert torch.equal(plain.train(0, 8), ahead.train(0, 8, prefetches=True))
+
+
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+@pytest.mark.parametrize("cache_rows", [20, 10_000])
+def test_workers_that_keep_rows_have_the_same_bits(
+    cache_rows: int, way: str, processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", way)
+
+    def work(worker: Worker) -> Tensor:
+        return worker.train(0, 12, prefetches=worker.rank == 0)
+
+    plain = on_servers(2, processes, members, work)
+    kept = on_servers(2, processes, members, work, cache_rows=cache_rows)
+    assert torch.equal(kept[0], kept[1])
+    assert torch.equal(kept[0], plain[0])
+
+
+def test_rows_that_a_worker_keeps_are_not_those_from_before_a_load(
+    processes: Processes, members: Members, tmp_path: Path
+) -> None:
+    def work(worker: Worker) -> tuple[Tensor, Tensor]:
+        worker.train(0, 6)
+        if worker.rank == 0:
+            worker.trainer.save_states(tmp_path / "states")
+        found = []
+        for first in (6, 9):
+            worker.train(first, first + 3)
+            worker.trainer.load_states(tmp_path / "states")
+            found.append(worker.weights()[:-9])  # without the dense parameters, which are not loaded
+        return found[0], found[1]
+
+    for before, after in on_servers(2, processes, members, work, cache_rows=1000, cache_age=100):
+        assert torch.equal(before, after)
+
+
+def test_rows_are_at_most_as_old_as_they_may_be(processes: Processes, members: Members) -> None:
+    started, name = processes.servers(2), new_name()
+
+    def one(rank: int) -> list[bool]:
+        table = kvtrainer.Embedding(8, cache_rows=100 if rank else 0, cache_age=3 if rank else 0)
+        trainer = kvtrainer.Trainer(
+            {"t": table}, "sgd", {"learning_rate": 1.0}, kvstore=members.join(started, rank, 2, name)
+        )
+        found = []
+        with trainer:
+            other, own = torch.tensor([5]), torch.tensor([6])
+            for _ in range(9):
+                table(own if rank else other).sum().backward()  # only the other one trains row 5
+                trainer.step(1)
+                table.weight.grad = None
+                with torch.no_grad():
+                    found.append(table(other).mean().item())
+        return found
+
+    fresh, kept = together(lambda: one(0), lambda: one(1))
+    assert kept == [fresh[0]] * 4 + [fresh[4]] * 4 + [fresh[8]]
 
 
 def test_saved_tables_go_on_on_any_number_of_servers(

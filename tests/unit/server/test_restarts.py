@@ -353,7 +353,7 @@ def test_rows_of_the_round_before_are_kept_over_a_restart(
     *former_rounds, last_round, _ = job.steps()
     for step in former_rounds:
         assert job.send(list(step))
-    before = rows_told(job.ask(0, m.PullRows(0, (0,), (every,), 60.0)))
+    before = rows_told(job.ask(0, m.PullRows(0, (0,), (every,), (b"",), 60.0)))
     assert job.send(list(last_round))
     if is_compacted:
         compact(job)
@@ -362,11 +362,11 @@ def test_rows_of_the_round_before_are_kept_over_a_restart(
     wanted = np.frombuffer(before, np.float32).reshape(-1, width)[some].tobytes()
     for now in (job, Job(case, store)):
         now.sessions |= job.sessions
-        told = rows_told(now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), 60.0, case.rounds)))
-        present = rows_told(now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), 60.0, case.rounds + 1)))
+        told = rows_told(now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), (b"",), 60.0, case.rounds)))
+        present = rows_told(now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), (b"",), 60.0, case.rounds + 1)))
         assert told == wanted != present
-        assert present == rows_told(now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), 60.0)))
-        [failed] = now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), 60.0, case.rounds - 1))
+        assert present == rows_told(now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), (b"",), 60.0)))
+        [failed] = now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), (b"",), 60.0, case.rounds - 1))
         assert isinstance(failed, m.Failed)
         assert failed.code == "WorkerLostError"
 

@@ -256,7 +256,7 @@ class Job:
         self.client._session.call(0, contribution(payloads, 1, 0, len(records), encoding=PACKED_ROWS))
 
     def pull(self, ids: bytes, key: int = 0) -> None:
-        self.client._session.call(0, m.PullRows(0, (key,), (ids,), 1.0))
+        self.client._session.call(0, m.PullRows(0, (key,), (ids,), (b"",), 1.0))
 
     def rows(self, *places: int) -> list[float]:
         """Read rows by where they lie on the server, to whose slices they are interleaved."""
@@ -531,5 +531,5 @@ def test_a_request_for_rows_of_several_keys_that_does_not_fit_is_refused(
 ) -> None:
     job = Job()
     with pytest.raises(ProtocolError):
-        job.client._session.call(0, m.PullRows(0, keys, ids, 1.0))
+        job.client._session.call(0, m.PullRows(0, keys, ids, tuple([b""] * len(ids)), 1.0))
     assert job.rows(0, NUM_ROWS - 1) == [0, 0]

@@ -283,7 +283,7 @@ def test_a_message_that_names_too_much_is_refused_with_the_number_and_the_flag(b
     "body",
     [
         m.Pull((0,) * 50),
-        m.PullRows(0, (0,), (struct.pack("<2q", 3, 3),), 1.0),
+        m.PullRows(0, (0,), (struct.pack("<2q", 3, 3),), (b"",), 1.0),
         contribution([(0, torch.zeros(16))] * 2, 0),
         m.Contribute(m.matrix([], 4), (), m.matrix([(0, 0, 0, 0, -1, 0)] * 2, 6)),
     ],
@@ -298,14 +298,14 @@ def test_what_is_named_twice_is_answered_with_an_error_alone(body: m.RequestBody
 def test_weights_of_a_table_that_is_not_there_are_refused_as_a_mistake_of_who_asks(number: int) -> None:
     peer = Peer(Engine(EngineConfig()))
     peer.initialise("w", 4)
-    for body in (m.Pull((number,)), m.PullRows(number, (0,), (struct.pack("<q", 0),), 1.0)):
+    for body in (m.Pull((number,)), m.PullRows(number, (0,), (struct.pack("<q", 0),), (b"",), 1.0)):
         refused(peer.ask(body), ProtocolError)
 
 
 def test_rows_of_a_table_with_a_number_of_more_than_64_bits_are_refused_as_a_mistake_of_who_asks() -> None:
     peer = Peer(Engine(EngineConfig()))
     peer.initialise("w", 4)
-    refused(peer.ask(m.PullRows(2**64 - 1, (0,), (struct.pack("<q", 0),), 1.0)), ProtocolError)
+    refused(peer.ask(m.PullRows(2**64 - 1, (0,), (struct.pack("<q", 0),), (b"",), 1.0)), ProtocolError)
 
 
 def test_keys_come_in_portions_of_which_each_may_come_again_or_get_lost() -> None:
