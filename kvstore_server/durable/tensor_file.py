@@ -28,6 +28,19 @@ def write_tensors(
     file: WritableTensorFile, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write contiguous CPU tensors in the safetensors format, in a fixed order. Raises ValueError for other dtypes."""
+    header, names = encode_header(tensors, metadata)
+    file.write(header)
+    for name in names:
+        file.write(tensors[name].view(-1).view(torch.uint8).numpy().data)
+
+
+def encode_header(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[bytes, list[str]]:
+    """Return what a file begins with, and the order in which the bytes of the tensors follow.
+
+    Only dtypes and shapes count, so tensors may be on the meta device. Raises ValueError for other dtypes.
+    """
     # Largest item size first, so that all tensors are aligned; safetensors writes them in the same order.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -41,6 +54,4 @@ def write_tensors(
         at += tensor.nbytes
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        file.write(tensors[name].view(-1).view(torch.uint8).numpy().data)
+    return len(text).to_bytes(8, "little") + text, names

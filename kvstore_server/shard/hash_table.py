@@ -279,7 +279,7 @@ def _checked_rows(given: Mapping[str, StateValue], begin: str, number: int, step
         if (
             is_here
             and len({len(one) for one in found if isinstance(one, Tensor)}) == 1
-            and ((touched > 0) & (touched <= step)).all()
+            and ((touched > 0) & (touched <= max(step, 1))).all()
         ):
             checked: Ints = rows.astype(np.int64, copy=False)
             return checked
@@ -872,7 +872,7 @@ class HashTable:
         """Replace all of a slice by what `slice_state` has returned.
 
         Args:
-            step: How many updates the table had then.
+            step: How many updates the table had then. Rows that are there before the first one have no state.
 
         Raises:
             ProtocolError: It does not fit this table; nothing has changed.
@@ -889,7 +889,7 @@ class HashTable:
         is_figures = (
             isinstance(figures, Tensor) and figures.dtype is torch.int64 and tuple(figures.shape) == (1, 3)
         )
-        if not is_figures or not 0 < step < _MAX_STEP:
+        if not is_figures or not 0 <= step < _MAX_STEP:
             raise ProtocolError(f"this is not a slice of hash table {self.name!r} after a number of updates")
         former = {
             begin: self._slots_of_slice(slots, number)
@@ -901,6 +901,9 @@ class HashTable:
         # 2. Replace the rows.
         self.epoch += 1
         self._protect(self._head_memory, _ONLY)
+        if not step and not self._has_state_of(given):
+            # The first update creates the state of all rows.
+            self._head[_HAS_STATE], self.values, self.master = 0, {}, None
         for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):
             slots.remove(former[begin])
             taken, count = slots.take(rows[begin]), len(rows[begin])
@@ -935,6 +938,10 @@ class HashTable:
                 f"this is not a slice of hash table {self.name!r}, whose rows have {self.width} elements"
             )
 
+    @staticmethod
+    def _has_state_of(given: Mapping[str, StateValue]) -> bool:
+        return "wide weights" in given or any([name.startswith(_STATE) for name in given])
+
     def _put_arrays(self, slots: Ints, arrays: Mapping[str, Tensor], given: Mapping[str, StateValue]) -> None:
         state = {name.removeprefix(_STATE): value for name, value in given.items() if name.startswith(_STATE)}
         for name, value in state.items():
@@ -944,7 +951,7 @@ class HashTable:
                 self.values[name] = self._new_entry(name, value)
         if "wide weights" in arrays and self.master is None:
             self.master = self._reserve("state.master", torch.float32, (self.width,))
-        self._head[_HAS_STATE] |= bool(state) or "wide weights" in arrays
+        self._head[_HAS_STATE] |= self._has_state_of(given)
         for name, array in self._named_arrays().items():
             self._protect(array, slots)
             value = arrays.get(name)

@@ -817,7 +817,7 @@ class Shard:
         table = self._hash_table_of(slot)
         if table is None:
             self._replace_state(slot, state)
-        elif state.steps[0]:
+        elif state.steps[0] or state.entries[0]:
             table.put_slice_state(
                 self._hash_slice(slot), int(state.steps[0]), state.entries[0], self._claim_rows
             )

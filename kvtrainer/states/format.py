@@ -14,9 +14,7 @@ order of parameters. A file contains numbers, names and tensors, never code. It 
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,6 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvstore_server import check
@@ -45,8 +42,8 @@ from kvstore_server.optimizer.trees import (
 from kvstore_server.plan import HASH_SLICES, Plan, Slice, TensorSpec, row_numel, slices_of_hashes
 from kvstore_server.shard.hash_table import table_optimizer
 from kvtrainer.common.progress import print_duration, track_progress
-from kvtrainer.errors import StateFileError, StateMismatchError, file_error
-from kvtrainer.states.atomic_file import replace_atomically
+from kvtrainer.errors import StateFileError, StateMismatchError
+from kvtrainer.states.safetensors_file import Path, open_file, replace_file
 
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (any shape for an optimizer of whole keys), 0-d tensor, plain value, or a
@@ -56,20 +53,11 @@ dict, list or tuple of these."""
 _OPTIONAL = frozenset({"step", "master", "momentum_buffer", "max_exp_avg_sq", "grad_avg", "last_lr"})
 _HALF = ("float16", "bfloat16")
 
-Path = str | os.PathLike[str]
-
 FORMAT = "kvtrainer saved states"
 VERSION = "1"
 
 # First part of a tensor's name: state/<parameter>/<entry> or extra/<section>/<name>, each part quoted.
 _STATE, _EXTRA = "state", "extra"
-
-_SIGNS = (
-    (b"PK\x03\x04", "a zip archive, as torch.save writes it"),
-    (b"\x80", "a pickle, as MXNet's save_states writes it; pickles are never loaded"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x1f\x8b", "a gzip archive"),
-)
 
 
 class OptimizerStateHolder(Protocol):
@@ -94,11 +82,11 @@ def export_states(
         for key in range(len(plan.specs)) if keys is None else keys:
             parts = _state_segments_of_key(plan, kept, key)
             if parts and plan.specs[key].hash_table is not None:
-                if step := int(parts[0][0].steps[0]):
-                    found[key] = {
-                        **_join_hash_slices([states.entries[0] for states, _ in parts]),
-                        "step": torch.tensor(float(step), device="cpu"),
-                    }
+                slices = [states.entries[0] for states, _ in parts]
+                step = int(parts[0][0].steps[0])
+                if step or any([len(one["rows"]) for one in slices]):  # rows may be loaded before the first step
+                    step_tensor = torch.tensor(float(step), device="cpu")
+                    found[key] = {**_join_hash_slices(slices), "step": step_tensor}
                 continue
             if parts and parts[0][0].steps[parts[0][1]]:
                 state: State = joined(parts, plan.specs[key].shape)
@@ -147,7 +135,12 @@ def read_states(
             "optimizer"
         )
     # 2. Convert it to the form of a store.
-    states = {key: _copy_state(state) for key, state in given.items() if state and _is_updated_state(state)}
+    states = {
+        key: _copy_state(state)
+        for key, state in given.items()
+        if state
+        and (_is_updated_state(state) or (plan.specs[key].hash_table is not None and "rows" in state))
+    }
     for key, state in states.items():
         _name_own_state_count(state, given[key], options[key], plan.specs[key], optimizer)
         if plan.specs[key].dtype not in _HALF:
@@ -644,33 +637,12 @@ def _state_lists_to_tuples(value: Any) -> Any:
 def write_state_file(fname: Path, saved: SavedStates) -> None:
     """Write a file, atomically replacing an existing one. Blocks until it is on the disk.
 
-    Equal states give equal bytes. If the process dies, the former file stays, perhaps with a hidden temporary file that
-    the next save in the directory removes.
-
-    Raises:
-        StateFileError: It cannot be written (missing directory, no permission, disk full). The former file is
-            unchanged and no temporary file is left.
+    Equal states give equal bytes. Raises StateFileError as `replace_file`.
     """
     tensors, metadata = pack_state_file(saved)
-    path = os.path.realpath(fname)
-    folder = os.path.dirname(path)
-    what = f"cannot save states to {os.fspath(fname)!r}"
-    if not os.fspath(fname):
-        raise file_error(StateFileError, f"{what}: the name is empty", errno.ENOENT, fname)
-    if not os.path.isdir(folder):
-        raise file_error(
-            StateFileError, f"{what}: there is no directory {folder!r}; create it first", errno.ENOENT, fname
-        )
-    _refuse_directory_as_state_file(what, fname)
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise StateFileError(f"{what}: that is a device, a pipe or a socket; give the name of a file")
-    try:
-        nbytes = sum([one.nbytes for one in tensors.values()])
-        with replace_atomically(path) as file, print_duration(f"writing {os.fspath(fname)}", nbytes):
-            write_tensors(file, tensors, metadata)
-    except (OSError, ValueError) as error:
-        text = f"{what}: {error}. What was there before is unchanged"
-        raise file_error(StateFileError, text, error, fname) from error
+    nbytes = sum([one.nbytes for one in tensors.values()])
+    with replace_file(fname, "save states to", nbytes) as file:
+        write_tensors(file, tensors, metadata)
 
 
 def read_state_file(fname: Path) -> SavedStates:
@@ -679,38 +651,8 @@ def read_state_file(fname: Path) -> SavedStates:
     Raises:
         StateFileError: It is missing, unreadable, truncated, damaged or of another kind. The message says which.
     """
-    what = f"cannot load states from {os.fspath(fname)!r}"
-    _refuse_directory_as_state_file(what, fname)
-    try:
-        with open(fname, "rb") as file:
-            head = file.read(16)
-            size = os.fstat(file.fileno()).st_size
-        with print_duration(f"reading {os.fspath(fname)}", size), safe_open(fname, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            check_state_file_metadata(metadata)
-            names = list(opened.keys())
-            return unpack_state_file({name: opened.get_tensor(name) for name in names}, metadata)
-    except SafetensorError as error:
-        raise StateFileError(f"{what}: {_describe_state_file_damage(head, size)} ({error})") from error
-    except StateFileError as error:
-        raise StateFileError(f"{what}: {error}") from error
-    except OSError as error:
-        raise file_error(StateFileError, f"{what}: {error.strerror or error}", error, fname) from error
-
-
-def _refuse_directory_as_state_file(what: str, fname: Path) -> None:
-    if os.path.isdir(fname):
-        text = f"{what}: that is a directory; give the name of a file"
-        raise file_error(StateFileError, text, errno.EISDIR, fname)
-
-
-def _describe_state_file_damage(head: bytes, size: int) -> str:
-    if not size:
-        return "it is empty"
-    for sign, kind in _SIGNS:
-        # The first eight bytes are a length and may have any value. They are followed by the header, which is JSON.
-        if head.startswith(sign) and head[8:9] != b"{":
-            return f"it is {kind}"
-    if head[8:9] == b"{":
-        return f"it is truncated or damaged; it has {size} bytes, and its own header does not fit them"
-    return "it is no safetensors file, or its beginning is damaged"
+    with open_file(fname, "load states from") as opened:
+        metadata = opened.metadata() or {}
+        check_state_file_metadata(metadata)
+        names = list(opened.keys())
+        return unpack_state_file({name: opened.get_tensor(name) for name in names}, metadata)
