@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtrainer.options.paramwise import Rule
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
     from kvtrainer.schedules import ParamSchedule
+    from kvtrainer.states.row_file import RowFile, lookup
     from kvtrainer.strategy import Strategy
     from kvtrainer.trainer.trainer import Trainer
     from kvtrainer.trainer.trainer_dict import TrainerDict
@@ -44,6 +45,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "ParamSchedule",
+    "RowFile",
     "RowSparseParameter",
     "Rule",
     "Strategy",
@@ -61,6 +63,7 @@ __all__ = [
     "kvstore",
     "local_cluster",
     "log_buffer",
+    "lookup",
     "lr_scheduler",
     "metrics",
     "optimizer",
@@ -78,6 +81,7 @@ _CLASSES = {
     "EmbeddingBag": "embedding",
     "EmbeddingBagCollection": "embedding",
     "ParamSchedule": "schedules",
+    "RowFile": "states.row_file",
     "RowSparseParameter": "memory.row_sparse",
     "Rule": "options.paramwise",
     "Strategy": "strategy",
@@ -85,6 +89,7 @@ _CLASSES = {
     "TrainerDict": "trainer.trainer_dict",
     "build_data_parallel_model": "parallel",
     "local_cluster": "jobs.cluster",
+    "lookup": "states.row_file",
 }
 """Class or function → its module."""
 _MODULES = {"kv": "kvstore"}

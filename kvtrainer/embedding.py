@@ -10,6 +10,7 @@ batch move. An `EmbeddingBagCollection` fetches the rows of several tables toget
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,6 +120,51 @@ class Embedding(nn.Module):
             yet; 'nbytes', the memory in use; 'hottest', the ten ids with most gradients and how many they had.
         """
         return self.weight.stats()
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows to one safetensors file, which `kvtrainer.RowFile` reads without a Trainer. Blocks.
+
+        The file has `ids` (int64, ascending), `weights` (a row for each id, in the dtype of the table), and what the
+        initial values of all other ids follow from. Rows that have expired are left out; optimizer state is not in it.
+        Any single worker may export between its steps; other workers may train meanwhile in asynchronous modes, where
+        the file has some of their updates and not others.
+
+        The worker takes memory for the ids (24 bytes each) and for one of 128 slices of the table at a time, and disk
+        space for twice the file.
+
+        Raises:
+            RowSparseError: There is no Trainer yet.
+            StateFileError: The file cannot be written; the former one is unchanged.
+            KVStoreError: The store did not answer, or a step was interrupted in its update.
+        """
+        self.weight.export(path, self.padding_idx)
+
+    def load_rows(self, source: Any, weights: Any = None) -> None:
+        """Put pretrained rows into the table, before the first step or between two steps. Collective. Blocks.
+
+        Every worker calls it, with the same rows; those of rank 0 are loaded. A row that is loaded is as new, whether or
+        not it was there before: it has no gradients yet, initial optimizer state, and counts as trained in the last
+        step for `expire_after` and `evict`. It comes whatever `admit_after` says. Other rows stay as they are.
+
+        Args:
+            source: Ids (int64, one dimension), with `weights`; or without them a `torch.nn.Embedding`, whose rows have
+                ids from 0 on; a `RowFile`; the name of a file of `export`, or of a Parquet or Arrow file; or a
+                `pyarrow.Table` of two columns, `ids` (or `id`) and lists of numbers.
+            weights: A row for each id, (number of ids, dim), floating point. They are rounded to the dtype of the
+                table; float32 copies that an optimizer keeps of half-precision weights (`multi_precision`) are made
+                from the rounded ones. A row of `padding_idx` is left out if it is zero.
+
+        Raises:
+            RowSparseError: There is no Trainer yet.
+            ConfigurationError: An id is not an integer of int64, or comes twice with different weights; weights are not
+                floating point, or not finite in the dtype of the table; `padding_idx` has a row that is not zero; there
+                are more rows than `max_rows`; or the workers cannot agree, because their number may change.
+            ShapeMismatchError: Rows have another length than `dim`, or there is not one for each id.
+            StateFileError: The file cannot be read, is damaged, or is of another kind.
+            RoundAbortedError: Another worker has raised one of these. In all these cases nothing has changed.
+            OptimizerError: A server has no memory for the rows. Some may have been loaded.
+        """
+        self.weight.load_rows(source, weights, self.padding_idx)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Leave the rows out: they are in the store."""

@@ -34,9 +34,7 @@ def write_tensors(
         file.write(tensors[name].view(-1).view(torch.uint8).numpy().data)
 
 
-def encode_header(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> tuple[bytes, list[str]]:
+def encode_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
     """Return what a file begins with, and the order in which the bytes of the tensors follow.
 
     Only dtypes and shapes count, so tensors may be on the meta device. Raises ValueError for other dtypes.

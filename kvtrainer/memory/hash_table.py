@@ -30,6 +30,9 @@ from kvtrainer.common.tensors import flatten_id_tensor, tensor_dtype_name
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.memory.row_sparse import RowSparseOwner, RowSparseParameter, Source
+from kvtrainer.states.pretrained_rows import read_rows
+from kvtrainer.states.row_file import RowTable
+from kvtrainer.states.safetensors_file import Path
 
 _GENERATIONS, _KEPT = 16, 1 << 20
 """How many generations of handles, and how many handles, are kept."""
@@ -285,6 +288,17 @@ class HashTableParameter(RowSparseParameter):
             **{name: sum([one[name] for one in found]) for name in names},
             "hottest": dict(list(zip(ids, counts, strict=True))[:_HOTTEST]),
         }
+
+    def export(self, fname: Path, padding_idx: int | None = None) -> None:
+        """Write the rows to a file; see `kvtrainer.Embedding.export`."""
+        self._ready_owner().export_rows(self, fname, padding_idx)
+
+    def load_rows(self, source: Any, weights: Any, padding_idx: int | None = None) -> None:
+        """Put rows into the table; see `kvtrainer.Embedding.load_rows`."""
+        owner = self._ready_owner()
+        with torch._C.DisableTorchFunctionSubclass():
+            table = RowTable(self._label, int(self.shape[1]), self.dtype, self.options, padding_idx)
+        owner.load_rows(self, lambda: read_rows(source, weights, table))
 
     def sparse_gradient(self, rows: Tensor, values: Tensor) -> Tensor:
         """Return a gradient of rows (distinct row numbers), which get handles."""

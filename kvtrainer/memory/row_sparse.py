@@ -35,6 +35,8 @@ from kvtrainer.common.tensors import flatten_id_tensor, read_id_tensor
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.parallel.replicas import COPIES
+from kvtrainer.states.pretrained_rows import PretrainedRows
+from kvtrainer.states.safetensors_file import Path
 from kvtrainer.types import Group
 
 Source: TypeAlias = Callable[[int, int], Tensor]
@@ -70,6 +72,12 @@ class RowSparseOwner(Protocol):
 
     def server_stats(self) -> list[dict[str, Any]]:
         """Return each server's counters."""
+
+    def export_rows(self, parameter: RowSparseParameter, fname: Path, padding_idx: int | None) -> None:
+        """Write the rows of a hash table to a file."""
+
+    def load_rows(self, parameter: RowSparseParameter, read: Callable[[], PretrainedRows]) -> None:
+        """Put rows into a hash table, collectively; `read` returns them."""
 
 
 @uncompiled

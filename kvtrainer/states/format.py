@@ -82,11 +82,12 @@ def export_states(
         for key in range(len(plan.specs)) if keys is None else keys:
             parts = _state_segments_of_key(plan, kept, key)
             if parts and plan.specs[key].hash_table is not None:
-                slices = [states.entries[0] for states, _ in parts]
-                step = int(parts[0][0].steps[0])
-                if step or any([len(one["rows"]) for one in slices]):  # rows may be loaded before the first step
-                    step_tensor = torch.tensor(float(step), device="cpu")
-                    found[key] = {**_join_hash_slices(slices), "step": step_tensor}
+                step, rows = (
+                    int(parts[0][0].steps[0]),
+                    _join_hash_slices([one.entries[0] for one, _ in parts]),
+                )
+                if step or len(rows["rows"]):  # rows may be loaded before the first update
+                    found[key] = {**rows, "step": torch.tensor(float(step), device="cpu")}
                 continue
             if parts and parts[0][0].steps[parts[0][1]]:
                 state: State = joined(parts, plan.specs[key].shape)

@@ -10,14 +10,14 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvstore_server.durable.tensor_file import encode_header
-from kvstore_server.plan import HashTableOptions, check_hash_table_options
+from kvstore_server.plan import ITEM_SIZE, HashTableOptions, check_hash_table_options
 from kvstore_server.shard.hash_table import initial_rows
 from kvstore_server.shard.id_index import Ints, row_numbers
 from kvtrainer.common.tensors import flatten_id_tensor, tensor_dtype_name
@@ -48,7 +48,7 @@ class RowTable(NamedTuple):
 
 
 def write_row_file(fname: Path, table: RowTable, slices: Iterable[tuple[Ints, Tensor]]) -> None:
-    """Write rows in ascending order of their ids, atomically replacing an existing file. Blocks until it is on the disk.
+    """Write rows in ascending order of their ids, atomically replacing an existing file. Blocks until it is on disk.
 
     Equal rows give equal bytes. Takes memory for the ids and for one slice at a time: the rows go to an unnamed
     temporary file in the same directory first, which takes as much disk space as the file itself.
@@ -100,6 +100,7 @@ def _metadata(table: RowTable, checksum: str) -> dict[str, str]:
         "init": table.options.init,
         "scale": repr(table.options.scale),
         "seed": str(table.options.seed),
+        "max_norm": repr(table.options.max_norm),
         "checksum": checksum,
     }
     return found if table.padding_idx is None else {**found, "padding_idx": str(table.padding_idx)}
@@ -130,10 +131,10 @@ class RowFile:
             self.ids: Tensor = opened.get_tensor("ids")
             """int64, ascending; mapped."""
             self.weights: Tensor = opened.get_tensor("weights")
-            """A row for each id, (number of ids, dim), in the dtype of the table; mapped. Writing to it changes neither the
-            file nor what other processes see."""
+            """A row for each id, (number of ids, dim), in the dtype of the table; mapped. Writing to it changes neither
+            the file nor what other processes see."""
             self._table = _read_table(metadata, self.weights)
-            _check_ids(self.ids, self.weights)
+            _check_rows(self._table, self.ids, self.weights)
             self._checksum = metadata.get("checksum", "")
 
     def __len__(self) -> int:
@@ -184,7 +185,7 @@ class RowFile:
 
         `rows.ids.searchsorted(ids)` are the numbers of its rows, for ids that are in the file.
         """
-        return nn.Embedding.from_pretrained(self.weights)
+        return nn.Embedding(*self.weights.shape, _weight=self.weights, _freeze=True)
 
     def verify(self) -> None:
         """Read the whole file. Raises StateFileError if it is not as it was written."""
@@ -205,7 +206,9 @@ def lookup(file: Path, ids: Any) -> Tensor:
 
 def _check_kind(metadata: Mapping[str, str], names: Iterable[str]) -> None:
     if metadata.get("format") != FORMAT or {*names} != {"ids", "weights"}:
-        raise StateFileError("it is a safetensors file, but of something else: Embedding.export did not write it")
+        raise StateFileError(
+            "it is a safetensors file, but of something else: Embedding.export did not write it"
+        )
     if metadata.get("version") != VERSION:
         raise StateFileError(
             f"it has version {metadata.get('version')!r} of the format, this kvtrainer reads {VERSION!r}; update "
@@ -215,7 +218,12 @@ def _check_kind(metadata: Mapping[str, str], names: Iterable[str]) -> None:
 
 def _read_table(metadata: Mapping[str, str], weights: Tensor) -> RowTable:
     try:
-        options = HashTableOptions(int(metadata["seed"]), metadata["init"], float(metadata["scale"]))
+        options = HashTableOptions(
+            int(metadata["seed"]),
+            metadata["init"],
+            float(metadata["scale"]),
+            max_norm=float(metadata["max_norm"]),
+        )
         padding = metadata.get("padding_idx")
         table = RowTable(
             metadata["name"],
@@ -230,12 +238,12 @@ def _read_table(metadata: Mapping[str, str], weights: Tensor) -> RowTable:
     return table
 
 
-def _check_ids(ids: Tensor, weights: Tensor) -> None:
-    is_table = weights.dim() == 2 and weights.dtype.is_floating_point
-    if not is_table or ids.dtype != torch.int64 or ids.shape != weights.shape[:1]:
+def _check_rows(table: RowTable, ids: Tensor, weights: Tensor) -> None:
+    is_table = ids.dtype == torch.int64 and ids.dim() == 1 and tensor_dtype_name(table.dtype) in ITEM_SIZE
+    if not is_table or weights.shape != (len(ids), table.dim):
         raise StateFileError(
             f"its ids are {ids.dtype}{list(ids.shape)} and its weights {weights.dtype}{list(weights.shape)}, which is "
-            "no table of rows"
+            f"no table of rows of {table.dim} elements"
         )
     if bool((ids[1:] <= ids[:-1]).any()):
         raise StateFileError("its ids are not ascending, so it was damaged since it was written")

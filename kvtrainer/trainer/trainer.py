@@ -29,6 +29,7 @@ import torch.optim
 from torch import Tensor
 
 from kvstore_server import check
+from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.client.profiler import Profiler
@@ -46,6 +47,8 @@ from kvtrainer.parallel.replicas import COPIES, devices_of, flatten_replicas, po
 from kvtrainer.schedules.config import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.format import SavedStates, State, read_state_file, write_state_file
+from kvtrainer.states.pretrained_rows import PretrainedRows, put_rows, rows_by_slice
+from kvtrainer.states.row_file import RowTable, write_row_file
 from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.client_state import ASSIGNED, pack_user_state
 from kvtrainer.sync.exchange import RoundResult
@@ -1175,6 +1178,38 @@ class Trainer(torch.optim.Optimizer):
         """Keep new values for a row-sparse parameter until `set_data`; see `RowSparseParameter.copy_`."""
         tables = self._pipeline.memory.tables
         tables.give(tables.key_of(parameter), values)
+
+    @exclusive
+    def export_rows(
+        self, parameter: RowSparseParameter, fname: str | os.PathLike[str], padding_idx: int | None
+    ) -> None:
+        """Write the rows of a hash table to a file; see `Embedding.export`."""
+        pipeline = self._pipeline
+        pipeline.binding.check_whole(_SAVED)
+        key, holder = self._key_of(parameter), pipeline.binding.holder
+        assert holder is not None
+        spec = holder.plan.specs[key]
+        assert spec.hash_table is not None
+        table = RowTable(spec.key, spec.shape[1], torch_dtype(spec.dtype), spec.hash_table, padding_idx)
+        write_row_file(fname, table, rows_by_slice(holder.plan, holder, key))
+
+    @exclusive
+    def load_rows(self, parameter: RowSparseParameter, read: Callable[[], PretrainedRows]) -> None:
+        """Put rows into a hash table, collectively; see `Embedding.load_rows`."""
+        pipeline = self._pipeline
+        pipeline.refuse_in_join("load_rows()")
+        with closing(pipeline.binding.open_agreement()) as agreement:
+            with agreement.all_or_none("read the rows to be loaded"):
+                pipeline.binding.check_whole()
+                key = self._key_of(parameter)
+                rows = read()
+            # No worker continues while rank 0 still replaces rows on servers.
+            with agreement.all_or_none("load the rows"):
+                holder = pipeline.binding.holder
+                assert holder is not None
+                if agreement.rank == 0:
+                    put_rows(holder.plan, holder, key, rows, pipeline.groups.optimizer)
+                holder.rows.forget()
 
     @property
     def profiler(self) -> Profiler:
