@@ -142,9 +142,9 @@ class Embedding(nn.Module):
     def load_rows(self, source: Any, weights: Any = None) -> None:
         """Put pretrained rows into the table, before the first step or between two steps. Collective. Blocks.
 
-        Every worker calls it, with the same rows; those of rank 0 are loaded. A row that is loaded is as new, whether or
-        not it was there before: it has no gradients yet, initial optimizer state, and counts as trained in the last
-        step for `expire_after` and `evict`. It comes whatever `admit_after` says. Other rows stay as they are.
+        Every worker calls it, with the same rows; those of rank 0 are loaded. A loaded row is as new, also if it was
+        there before: it has no gradients yet, initial optimizer state, and counts as trained in the last step for
+        `expire_after` and `evict`. It comes whatever `admit_after` says. Other rows stay as they are.
 
         Args:
             source: Ids (int64, one dimension), with `weights`; or without them a `torch.nn.Embedding`, whose rows have

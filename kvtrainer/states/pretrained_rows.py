@@ -95,10 +95,10 @@ def _with_rows(
     state: Mapping[str, Any], numbers: Ints, weights: Tensor, step: int, optimizer: Optimizer
 ) -> dict[str, StateValue]:
     """Return the state of a slice, as `HashTable.slice_state` does, with these rows in it."""
-    former = state["rows"].numpy()
-    stays = torch.from_numpy(np.flatnonzero(~np.isin(former, numbers)))
-    waits = torch.from_numpy(np.flatnonzero(~np.isin(state["candidate rows"].numpy(), numbers)))
-    every = torch.cat([state["rows"][stays], torch.from_numpy(numbers)])
+    former, candidates = state["rows"].numpy(), state["candidate rows"].numpy()
+    stays = torch.from_numpy(np.flatnonzero(~np.isin(former, numbers, assume_unique=True)))
+    waits = torch.from_numpy(np.flatnonzero(~np.isin(candidates, numbers, assume_unique=True)))
+    every = torch.cat([state["rows"].index_select(0, stays), torch.from_numpy(numbers)])
     order = every.argsort()
     own = _state_of_new_rows(state, numbers, weights, step, optimizer)
     found: dict[str, StateValue] = {}
@@ -106,9 +106,9 @@ def _with_rows(
         if name == "figures":  # how many rows have come, were refused, and have gone
             found[name] = value + value.new_tensor([[len(every) - len(former), 0, 0]])
         elif name.startswith("candidate "):
-            found[name] = value[waits]
+            found[name] = value.index_select(0, waits)
         elif isinstance(value, Tensor) and value.dim():
-            found[name] = torch.cat([value[stays], own[name]])[order]
+            found[name] = torch.cat([value.index_select(0, stays), own[name]]).index_select(0, order)
         else:
             found[name] = value
     return found
@@ -126,7 +126,7 @@ def _state_of_new_rows(
         "weights": weights,
         "wide weights": wide,
     }
-    created = create_state_of_rows(optimizer, wide.clone())
+    created = create_state_of_rows(optimizer, wide)
     for name, value in state.items():
         if name.startswith("state ") and isinstance(value, Tensor) and value.dim():
             # An entry that has come with a later update is zero before it.

@@ -183,9 +183,9 @@ class RowFile:
     def to_embedding(self) -> nn.Embedding:
         """Return a torch module with the file's rows, mapped and not trainable.
 
-        `rows.ids.searchsorted(ids)` are the numbers of its rows, for ids that are in the file.
+        `torch.searchsorted(rows.ids, ids)` returns the numbers of its rows, for ids that are in the file.
         """
-        return nn.Embedding(*self.weights.shape, _weight=self.weights, _freeze=True)
+        return nn.Embedding(len(self), self._table.dim, _weight=self.weights, _freeze=True)
 
     def verify(self) -> None:
         """Read the whole file. Raises StateFileError if it is not as it was written."""
