@@ -16,6 +16,8 @@ from kvtrainer.errors import (
     KVStoreError,
     OptimizerError,
     PlanMismatchError,
+    RoundAbortedError,
+    ShapeMismatchError,
     StateMismatchError,
 )
 from kvtrainer.kvstore import DistKVStore
@@ -354,3 +356,93 @@ def test_a_table_for_which_there_are_no_addresses_is_refused_and_others_go_on(
     other = kvtrainer.Embedding(4)
     with kvtrainer.Trainer([("t", other.weight)], "sgd", {"learning_rate": 1.0}, kvstore="local"):
         assert other(IDS).shape == (60, 4)
+
+
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+def test_rows_go_through_a_file_to_a_job_with_other_servers_and_come_back_as_they_were(
+    way: str, processes: Processes, members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", way)
+
+    def exported(worker: Worker) -> Tensor:
+        worker.train(0, 6)
+        if worker.rank == 1:  # any single one
+            worker.table.export(tmp_path / "first")
+        return worker.weights()[: 8 * len(IDS)].view(-1, 8)
+
+    [rows, _] = on_servers(3, processes, members, exported)
+    assert torch.equal(kvtrainer.lookup(tmp_path / "first", IDS), rows)
+
+    def loaded(worker: Worker) -> bool:
+        worker.table.load_rows(tmp_path / "first")
+        if worker.rank == 0:
+            worker.table.export(tmp_path / "second")
+        return torch.equal(worker.table(IDS), rows)
+
+    assert on_servers(2, processes, members, loaded) == [True, True]
+    first, second = (kvtrainer.RowFile(tmp_path / name) for name in ("first", "second"))
+    assert len(first) > 30
+    assert torch.equal(first.ids, second.ids)
+    assert torch.equal(first.weights, second.weights)
+
+
+def test_training_goes_on_from_loaded_rows_with_the_same_bits_on_any_number_of_servers(
+    processes: Processes, members: Members
+) -> None:
+    rows = torch.arange(8.0 * len(IDS)).view(-1, 8) / 1000
+
+    def train(worker: Worker) -> Tensor:
+        worker.table.load_rows(IDS[:20], rows[:20])
+        worker.train(0, 5)
+        worker.table.load_rows(IDS[10:], rows[10:])
+        return worker.train(5, 10)
+
+    alone = Worker("local")
+    with alone.trainer:
+        expected = train(alone)
+    for servers in (1, 3):
+        beside = Worker(members.join(processes.servers(servers), 0, 1, new_name()))
+        with beside.trainer:
+            assert torch.equal(train(beside), expected)
+    both = [on_servers(servers, processes, members, train) for servers in (1, 2)]
+    for found in both:
+        assert torch.equal(found[0], both[0][0])
+        assert torch.equal(found[1], both[0][0])
+
+
+def test_rows_that_do_not_fit_on_one_worker_are_loaded_on_none(
+    processes: Processes, members: Members
+) -> None:
+    def work(worker: Worker) -> Any:
+        before = worker.train(0, 3)
+        kind = ShapeMismatchError if worker.rank else RoundAbortedError
+        with pytest.raises(kind):
+            worker.table.load_rows(IDS, torch.ones(len(IDS), 8 - worker.rank))
+        return torch.equal(worker.weights(), before)
+
+    assert on_servers(2, processes, members, work) == [True, True]
+
+
+def test_an_asynchronous_job_loads_rows_once_and_any_worker_exports_them(
+    processes: Processes, members: Members, tmp_path: Path
+) -> None:
+    servers, name = processes.servers(2), new_name()
+
+    def one(rank: int) -> Any:
+        table = kvtrainer.Embedding(4, init="constant", scale=0.0)
+        store = members.join(servers, rank, 2, name, type="dist_async")
+        with kvtrainer.Trainer(
+            [("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore=store
+        ) as trainer:
+            table.load_rows(IDS, torch.ones(len(IDS), 4))
+            for _ in range(3):
+                table.weight.grad = None
+                table(IDS[:5]).sum().backward()
+                trainer.step(1)
+            store.barrier()
+            table.export(tmp_path / str(rank))
+            store.barrier()
+        return kvtrainer.RowFile(tmp_path / str(rank)).weights[:, 0].tolist()
+
+    # Each of the two workers has subtracted 1 three times.
+    assert together(lambda: one(0), lambda: one(1)) == [[-5.0] * 5 + [1.0] * 55] * 2

@@ -292,6 +292,22 @@ def test_a_slice_that_does_not_fit_is_refused_and_nothing_changes(change: dict[s
     assert table.stats().rows == len(CROWDED) - len(good["rows"]) + 2
 
 
+def test_rows_that_are_put_before_the_first_update_have_initial_state_at_it() -> None:
+    made = optimizer_and_options("adagrad", {"learning_rate": 1.0})
+    source, table = (HashTable("t", 3, "float32", HashTableOptions(), room=100) for _ in range(2))
+    for one in (source, table):
+        update(one, CROWDED, torch.ones(len(CROWDED), 3), made)
+    source.forget_state()
+    for number in range(HASH_SLICES):
+        table.put_slice_state(number, 0, source.slice_state(number))
+    before = read(table, CROWDED)
+    assert torch.equal(before, read(source, CROWDED))
+    assert (table.step, table.has_state, len(table)) == (0, False, len(CROWDED))
+    update(table, CROWDED, torch.full((len(CROWDED), 3), 4.0), made)
+    # Adagrad's first step is as long as the learning rate.
+    assert torch.allclose(read(table, CROWDED), before - 1, atol=1e-5)
+
+
 class Kept:
     """What a change has protected, as a journal keeps it."""
 
