@@ -208,7 +208,7 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 .venv-lowest/.ready: tests/lowest.txt
 .venv-lowest/.ready .venv-newest/.ready: setup.cfg setup.py
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(LOWEST) -e '.[test,watch,examples,notebook]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(LOWEST) -e '.[test,watch,examples,notebook,arrow]'
 	touch $@
 
 .venv-deploy/.ready: setup.cfg setup.py constraints.txt

@@ -151,8 +151,8 @@ class Embedding(nn.Module):
                 ids from 0 on; a `RowFile`; the name of a file of `export`, or of a Parquet or Arrow file; or a
                 `pyarrow.Table` of two columns, `ids` (or `id`) and lists of numbers.
             weights: A row for each id, (number of ids, dim), floating point. They are rounded to the dtype of the
-                table; float32 copies that an optimizer keeps of half-precision weights (`multi_precision`) are made
-                from the rounded ones. A row of `padding_idx` is left out if it is zero.
+                table, and scaled down to `max_norm`; float32 copies that an optimizer keeps of half-precision weights
+                (`multi_precision`) are made from these. A row of `padding_idx` is left out if it is zero.
 
         Raises:
             RowSparseError: There is no Trainer yet.

@@ -182,6 +182,19 @@ def watch() -> None:
     assert b"kvstore_worker_" in format_metrics(view)
 
 
+def arrow() -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    import kvtrainer
+
+    pyarrow.parquet.write_table(pa.table({"ids": [5], "vector": [[1.0, 2.0]]}), "rows.parquet")
+    table = kvtrainer.Embedding(2)
+    with kvtrainer.Trainer([("table", table.weight)], "sgd", kvstore="local"):
+        table.load_rows("rows.parquet")
+        assert table([5]).tolist() == [[1.0, 2.0]]
+
+
 def docs() -> None:
     run(
         sys.executable,
@@ -212,7 +225,19 @@ def dev() -> None:
 
 USES: dict[str, Callable[[], None]] = {
     use.__name__: use
-    for use in (mmengine, lightning, accelerate, transformers, skorch, examples, plots, notebook, ray, watch)
+    for use in (
+        mmengine,
+        lightning,
+        accelerate,
+        transformers,
+        skorch,
+        examples,
+        plots,
+        notebook,
+        ray,
+        watch,
+        arrow,
+    )
 }
 USES |= {use.__name__: use for use in (docs, test, dev)}
 

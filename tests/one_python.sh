@@ -18,7 +18,7 @@ version=$(its_python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 environment=$root/.venv-$version
 [ -x "$environment/bin/python" ] || its_python -m venv "$environment"
 wheel=$(ls -t dist/kvtrainer-*.whl | head -1)
-"$environment/bin/pip" install --quiet --disable-pip-version-check "$wheel[test,watch,examples]"
+"$environment/bin/pip" install --quiet --disable-pip-version-check "$wheel[test,watch,examples,arrow]"
 "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheel"
 
 place=$(mktemp -d)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kvtrainer
+from kvstore_server.shard.id_index import row_numbers
 from kvtrainer.errors import ConfigurationError, RowSparseError, ShapeMismatchError, StateFileError
 
 IDS = [9, -4, 2**62, 0]
@@ -170,6 +171,9 @@ def test_a_loaded_row_is_there_whatever_admit_after_says() -> None:
         assert torch.equal(read(table, 1), torch.tensor([ONE]) - 1)
         stats = table.stats()
         assert (stats["rows"], stats["admitted"], stats["refused"], stats["hottest"]) == (1, 1, 3, {1: 1})
+        # It is not counted any more as a row that may not come yet.
+        waiting = trainer.export_saved_states().parameters["t"].state["candidate rows"]
+        assert waiting.tolist() == row_numbers(np.array([2])).tolist()
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
