@@ -129,7 +129,7 @@ class Embedding(nn.Module):
         Any single worker may export between its steps; other workers may train meanwhile in asynchronous modes, where
         the file has some of their updates and not others.
 
-        The worker takes memory for the ids (24 bytes each) and for one of 128 slices of the table at a time, and disk
+        The worker takes memory for the ids (32 bytes each) and for one of 128 slices of the table at a time, and disk
         space for twice the file.
 
         Raises:

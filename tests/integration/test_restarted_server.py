@@ -14,13 +14,14 @@ import pytest
 import torch
 import zmq
 
+import kvtrainer
 from kvstore_server.optimizer import create
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_frames, encode_frames, pack_control
 from tests.support.limits import LIMIT
 from tests.support.messages import contribution
-from tests.support.processes import ROOT, eventually
+from tests.support.processes import ROOT, Members, eventually, new_name
 from tests.support.supervising import Supervisor, supervising
 
 
@@ -125,6 +126,23 @@ def test_a_server_under_our_own_supervisor_continues_each_time_it_is_killed() ->
         _, said = supervisor.communicate(timeout=LIMIT)
     assert supervisor.returncode == 0
     assert said.count(b"continues at") == 2
+
+
+def test_rows_that_were_loaded_before_the_first_step_outlive_a_server_that_is_killed() -> None:
+    with supervising() as supervisor, started(supervisor) as (server, address), Members() as members:
+        table, rows = kvtrainer.Embedding(4), torch.arange(1200.0).view(300, 4)
+        store = members.join([address], 0, 1, new_name())
+        with kvtrainer.Trainer(
+            [("t", table.weight)], "adagrad", {"learning_rate": 1.0}, kvstore=store
+        ) as trainer:
+            table.load_rows(torch.arange(300), rows)
+            server.kill()
+            server.wait(LIMIT)
+            with started(supervisor):
+                assert torch.equal(table(torch.arange(300)), rows)
+                table(torch.arange(300)).sum().backward()
+                trainer.step(1)
+                assert torch.allclose(table(torch.arange(300)), rows - 1, atol=1e-4)
 
 
 def test_a_server_that_is_stopped_leaves_nothing_with_its_supervisor() -> None:

@@ -141,6 +141,26 @@ def test_weights_are_mapped_and_gradients_shared_again_with_the_next_process(job
     assert [(is_shared, is_shown) for _, is_shared, is_shown in found] == [(True, True)] * 4
 
 
+def test_rows_are_loaded_into_servers_that_die_meanwhile(job: Job, way: str) -> None:
+    rows = torch.arange(1200.0).view(300, 4)
+
+    def load(kv: DistKVStore, rank: int) -> Tensor:
+        table = kvtrainer.Embedding(4)
+        with kvtrainer.Trainer(
+            [("t", table.weight)], "adagrad", {"learning_rate": 1.0}, kvstore=kv
+        ) as trainer:
+            for _ in range(2):  # before the first step, and after it
+                table.load_rows(torch.arange(300), rows)
+                table(torch.arange(300)).sum().backward()
+                trainer.step(1)
+                table.weight.grad = None
+            return table(torch.arange(301)).detach()
+
+    for found in job.run(load, 2, seed=3, kind=m.SliceState):
+        assert torch.allclose(found[:300], rows - 1, atol=1e-4)
+        assert bool((found[300].abs() < 5).all())
+
+
 def test_rows_are_read_and_given_as_before(job: Job, way: str) -> None:
     nets = [
         Embeddings() for _ in range(4)
