@@ -2,11 +2,18 @@
 
     python benchmarks/embeddings.py --out benchmarks/results/embeddings
 
-Lookup, backward pass and update of 8,192 ids, uniform or by Zipf's law (1.2), of 1 M x 64, on one thread of one
-process: `kvtrainer.Embedding` that has all of these rows, `RowSparseParameter`, both with kvstore='local', and
-`nn.Embedding(sparse=True)` with torch's own optimizer. They take turns in every iteration. "growth" is an iteration
-in which all ids are new, from 1 M to 2 M rows: the median, and the longest beside it. "bytes a row" is what the table
+1. One table. Lookup, backward pass and update of 8,192 ids, uniform or by Zipf's law (1.2), of 1 M x 64, on one thread
+of one process: `kvtrainer.Embedding` that has all of these rows, `RowSparseParameter`, both with kvstore='local', and
+`nn.Embedding(sparse=True)` with torch's own optimizer. They take turns in every iteration. "growth" is an iteration in
+which all ids are new, from 1 M to 2 M rows: the median, and the longest beside it. "bytes a row" is what the table
 takes beyond weights and optimizer state.
+
+2. "26 tables": whole iterations of a model that guesses clicks, with tables of 16 numbers a row and as many different
+ids as the features of Criteo's data have, from 3 to 10 M, drawn by Zipf's law (1.05), a batch of 2,048 samples for
+each of 2 workers, and two small layers. kvtrainer with 2 servers looks the tables up as a collection and one by one in
+turns, over shared memory and over TCP, also with `Trainer.prefetch`. It is compared with DistributedDataParallel over
+gloo, where every worker has all tables as `nn.Embedding(sparse=True)`, up to a million rows each, in which ids are
+hashed, and with one process with the batches of both workers.
 """
 
 from __future__ import annotations
@@ -27,14 +34,26 @@ from torch import Tensor
 
 import kvtrainer
 
-_TITLE = "An embedding without a number of rows, beside fixed tables, in one process"
-_SETTINGS = "one thread"
+HERE = Path(__file__).resolve().parent
+_TITLE = "Embeddings without a number of rows, beside fixed tables"
+_SETTINGS = "one thread in each process; 26 tables: 2 workers, 2 servers"
 _HASH, _FIXED, _TORCH = "Embedding", "RowSparseParameter", "torch"
 _HEAD = ("optimizer", "ids", "system", "iteration ms", "beside RowSparseParameter", "beside torch")
 _LEGEND = """\
 Medians of all iterations of a repetition, then the median over repetitions (min to max); ratios are taken within a
-repetition, below 1: faster than that. Of "growth": the median, and the longest beside the median.
+repetition, below 1: faster than that. Of "growth": the median, and the longest beside the median. Of "26 tables":
+iterations of 2 x 2,048 samples; below 1: faster than the collection over shared memory.
 """
+_MANY = "26 tables"
+_COLLECTION = "collection"
+_JOBS = {
+    "": "kvtrainer",
+    ", TCP": "kvtrainer",
+    ", prefetched": "prefetched",
+    ", ddp": "ddp",
+    ", 1 process": "local",
+}
+"""What follows the names of the systems that a job measures → the system of `embeddings_worker`."""
 _OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 
@@ -91,6 +110,9 @@ def main() -> int:
     for repetition in range(options.repetitions):
         for optimizer in _OPTIMIZERS:
             samples += _measure(optimizer, repetition, options)
+        jobs = list(_JOBS)
+        for end in jobs[repetition % len(jobs) :] + jobs[: repetition % len(jobs)]:
+            samples += _measure_many(end, repetition, options)
         rows = _rows(samples)
         print("\n".join(rows), flush=True)
         if options.out:
@@ -135,6 +157,40 @@ def _measure(optimizer: str, repetition: int, options: argparse.Namespace) -> li
     return found
 
 
+def _measure_many(end: str, repetition: int, options: argparse.Namespace) -> list[Sample]:
+    """Train with 26 tables in fresh processes."""
+    system, workers = _JOBS[end], 2
+    command = [sys.executable, str(HERE / "embeddings_worker.py"), "--system", system]
+    command += ["--batch", str(options.batch), "--workers", str(workers), "--rounds", str(options.rounds)]
+    if system == "ddp":
+        measured = harness.run_torch_job(command, workers, options.job_timeout)
+    elif system == "local":
+        measured = harness.run_process(command, options.job_timeout)
+    else:
+        environ = {"KVSTORE_TRANSPORT": "tcp" if end == ", TCP" else "auto"}
+        measured = harness.run_kvtrainer_job(command, workers, 2, options.job_timeout, environ=environ)
+    return [
+        Sample("adagrad", _MANY, "DDP" if system == "ddp" else way + end, repetition, values["median"])
+        for way, values in measured.items()
+    ]
+
+
+def _rows_of_many(samples: list[Sample]) -> list[str]:
+    found: dict[str, dict[int, float]] = {}
+    for one in samples:
+        if one.ids == _MANY:
+            found.setdefault(one.system, {})[one.repetition] = one.seconds
+    rows = []
+    for name in sorted(found, key=lambda name: (name.partition(", ")[2], name)):
+        own = found[name]
+        ratios = [seconds / found[_COLLECTION][repetition] for repetition, seconds in own.items()]
+        cells = ["adagrad", _MANY, name, harness.spread([1000 * one for one in own.values()])]
+        cells += [f"{harness.spread(ratios)} beside the collection"]
+        cells += [f"{harness.spread([1 / one for one in own.values()])} iterations/s"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def _rows(samples: list[Sample]) -> list[str]:
     rows = []
     for optimizer in _OPTIMIZERS:
@@ -157,7 +213,7 @@ def _rows(samples: list[Sample]) -> list[str]:
         cells.append(f"longest {harness.spread([one.longest / one.seconds for one in grown])} x")
         cells.append(f"{harness.spread([one.beyond for one in grown])} bytes a row")
         rows.append(f"| {' | '.join(cells)} |")
-    return rows
+    return rows + _rows_of_many(samples)
 
 
 def _options() -> argparse.Namespace:
@@ -169,6 +225,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ids", type=suite.positive, default=8192)
     parser.add_argument("--iterations", type=suite.positive, default=60)
     parser.add_argument("--repetitions", type=suite.positive, default=3)
+    parser.add_argument("--batch", type=suite.positive, default=2048, help="26 tables: samples of a worker")
+    parser.add_argument(
+        "--rounds", type=suite.positive, default=64, help="26 tables: timed iterations of a job"
+    )
+    parser.add_argument(
+        "--job-timeout", type=float, default=300.0, help="seconds after which a job is killed"
+    )
     parser.add_argument("--out", default="", help="write OUT.json and OUT.md")
     return parser.parse_args()
 
