@@ -326,7 +326,7 @@ def _table_state_problem(state: State, spec: TensorSpec, optimizer: Optimizer) -
     own, _ = table_optimizer(spec.hash_table, optimizer)
     trial = trial_state(own, own.hyper, spec._replace(shape=(1, row_numel(spec))))
     names = {name.removeprefix("state ") for name in state if name.startswith("state ")}
-    if trial is not None and len(state["rows"]):
+    if trial is not None and names:
         expected = set(flatten_trees(trial))
         for name in sorted((expected ^ names) - _OPTIONAL - {OWN_COUNT}):
             missing = "is missing" if name in expected else f"is not one that {own.registered_name} keeps"
