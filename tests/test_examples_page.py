@@ -83,6 +83,27 @@ def test_the_page_says_how_many_bytes_rows_save() -> None:
     assert f"AUC of {sparse['auc']:.3f} compared with {dense['auc']:.3f}" in TEXT
 
 
+def test_the_page_says_what_tables_of_a_stream_have_and_how_well_they_predict() -> None:
+    stream = found("stream")
+    tables, [_, rows] = stream["tables"], stream["rows"][-1]
+    said = re.search(r"## The same flights as a stream(.*?)## ", PAGE, re.DOTALL)
+    assert said is not None
+    cells = [line.split("|")[2:-1] for line in said[1].splitlines() if re.match(r"\| .*\d \|$", line)]
+    sizes = [*rows, *[int(name.partition("_")[2]) for name in tables if name.startswith("fixed")]]
+    expected = [
+        [f"{size:,}", f"{one['nbytes'] / 1e6:.1f}", f"{one['auc']:.3f}", f"{one['later']:.3f}"]
+        for size, one in zip(sizes, tables.values(), strict=True)
+    ]
+    assert [[cell.strip() for cell in row] for row in cells] == expected
+    keep, expire, admit, fixed = (round(one["later"], 3) for one in list(tables.values())[:4])
+    assert f"in the second half is lower by {keep - expire:.3f}" in TEXT
+    assert admit == expire
+    assert f"as many bytes is worse by {admit - fixed:.3f}" in TEXT
+    assert f"{tables['keep']['nbytes'] / rows[0]:.0f} bytes for a row without rules, 64 for one" in TEXT
+    embeddings = " ".join((ROOT / "docs" / "embeddings.md").read_text().split())
+    assert f"the AUC falls from {keep} to {expire}." in embeddings
+
+
 def test_the_page_says_how_many_steps_uneven_workers_made() -> None:
     steps = [
         found(f"uneven_{slow}_dist_{kvstore}.0")["steps"]

@@ -345,6 +345,57 @@ def test_flights_are_learned_alike_although_workers_and_a_server_die_and_come_ba
     assert len(found["loss"]) == 1
 
 
+# ---------------------------------------------------------------- flights as a stream
+
+
+@NEEDS_FLIGHTS
+def test_tables_of_a_stream_of_flights_have_the_rows_that_their_rules_leave(tmp_path: Path) -> None:
+    """The example itself fails unless the rows at the end are as many as it counts."""
+    found = found_by("stream", tmp_path, "--flights", "6000", BATCH=32)
+    [step, (keep, expire, admit)], tables = found["rows"][-1], found["tables"]
+    assert step == 188
+    assert keep == len(example("stream_data").load(6000)[0].unique())
+    assert keep > expire > admit > 0
+    assert tables["keep"]["nbytes"] > tables["expire"]["nbytes"] > tables["admit"]["nbytes"]
+    assert all(table["auc"] > 0.6 for table in tables.values())
+
+
+@NEEDS_FLIGHTS
+def test_a_stream_of_flights_is_learned_in_one_process_without_servers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example("stream").main(["--flights", "3000"])
+    assert capsys.readouterr().out.endswith("all checks passed\n")
+
+
+@pytest.mark.parametrize("kvstore", ["dist_async", "dist_ssp"])
+def test_a_stream_is_refused_by_stores_without_common_rounds(kvstore: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example("stream").main(["--kvstore", kvstore])
+
+
+@pytest.mark.parametrize(
+    ("rules", "rows"),
+    [
+        ({}, {1, 2, 3, 4}),
+        ({"expire_after": 2}, {2, 3, 4}),
+        ({"expire_after": 1}, {3}),
+        ({"admit_after": 2}, {1, 2, 3}),
+        ({"admit_after": 3}, {3}),
+        ({"admit_after": 2, "expire_after": 1}, {3}),
+        ({"admit_after": 3, "expire_after": 2}, {3}),
+        ({"admit_after": 3, "expire_after": 1}, set()),  # the gradient of the first round is forgotten
+    ],
+)
+def test_rows_that_rules_leave_are_counted_by_rounds_and_workers(
+    rules: dict[str, int], rows: set[int]
+) -> None:
+    data = example("stream_data")
+    ids = torch.tensor([1, 1, 2, 3, 2, 4, 3, 3])[:, None]  # the first worker has those at 0, 2, 4 and 6
+    gradients = data.gradients_of(ids, torch.arange(8).split([4, 2, 2]), workers=2)
+    assert data.count_rows(gradients, **rules) == len(rows)
+
+
 # ---------------------------------------------------------------- uneven workers
 
 STALEST = {"dist_sync": 0, "dist_ssp": 1, "dist_async": None}
