@@ -27,6 +27,7 @@ import kvtrainer
 
 WIDTH, SCALE, BATCH, EVERY = 8, 0.01, 256, 20
 """Elements of a row, the deviation of their initial values, flights in a step, and steps between counts of rows."""
+EPSILON = 1e-2  # so large that a tiny first gradient of a row does not move it by a whole learning rate
 EXPIRE = 100  # steps without a gradient after which a row goes; a month has 107
 RULES: dict[str, dict[str, int]] = {
     "keep": {},
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     ids, late = data.load(options.flights)
     kv, nets = kvtrainer.kvstore.create(options.kvstore), build()
-    trainer = kvtrainer.Trainer(nets, "adagrad", {"learning_rate": 0.1}, kvstore=kv)
+    trainer = kvtrainer.Trainer(nets, "adagrad", {"learning_rate": 0.1, "epsilon": EPSILON}, kvstore=kv)
     batches, scores, seen = torch.arange(len(ids)).split(BATCH), torch.zeros(len(nets), len(ids)), []
     began = time.perf_counter()
     for step, batch in enumerate(batches, 1):
