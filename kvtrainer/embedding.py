@@ -147,8 +147,8 @@ class Embedding(nn.Module):
         `expire_after` and `evict`. It comes whatever `admit_after` says. Other rows stay as they are.
 
         Args:
-            source: Ids (int64, one dimension), with `weights`; or without them a `torch.nn.Embedding`, whose rows have
-                ids from 0 on; a `RowFile`; the name of a file of `export`, or of a Parquet or Arrow file; or a
+            source: Ids (integers of 64 bits, one dimension), with `weights`; or without them a `torch.nn.Embedding`,
+                whose rows have ids from 0 on; a `RowFile`; the name of a file of `export`, or of a Parquet or Arrow file; or a
                 `pyarrow.Table` of two columns, `ids` (or `id`) and lists of numbers.
             weights: A row for each id, (number of ids, dim), floating point. They are rounded to the dtype of the
                 table, and scaled down to `max_norm`; float32 copies that an optimizer keeps of half-precision weights
@@ -156,8 +156,8 @@ class Embedding(nn.Module):
 
         Raises:
             RowSparseError: There is no Trainer yet.
-            ConfigurationError: An id is not an integer of int64, or comes twice with different weights; weights are not
-                floating point, or not finite in the dtype of the table; `padding_idx` has a row that is not zero; there
+            ConfigurationError: An id is not an integer of 64 bits, or comes twice with different weights; weights are
+                not floating point, or not finite in the dtype of the table; `padding_idx` has a row that is not zero; there
                 are more rows than `max_rows`; or the workers cannot agree, because their number may change.
             ShapeMismatchError: Rows have another length than `dim`, or there is not one for each id.
             StateFileError: The file cannot be read, is damaged, or is of another kind.
@@ -173,7 +173,8 @@ class Embedding(nn.Module):
         """Load nothing: the rows are in the store."""
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]}, {', '.join(f'{k}={v!r}' for k, v in self.weight.options._asdict().items())}"
+        options = {**self.weight.options._asdict(), "padding_idx": self.padding_idx}
+        return f"{self.weight.shape[1]}, {', '.join(f'{k}={v!r}' for k, v in options.items())}"
 
 
 def _described(
@@ -211,6 +212,9 @@ class EmbeddingBag(Embedding):
             raise ConfigurationError(f"an EmbeddingBag has mode 'sum' or 'mean', got {mode!r}")
         super().__init__(dim, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}, include_last_offset={self.include_last_offset}"
 
     def forward(
         self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

@@ -243,10 +243,13 @@ def check_hash_table(name: str, optimizer: Optimizer, hyper: Hyper) -> None:
     """Raise ConfigurationError if an optimizer does not update rows one by one, without knowing the others."""
     needs_all = type(optimizer).hyper_for_rows is not Optimizer.hyper_for_rows or optimizer.positioned
     if needs_all or optimizer.may_raise or not applies_to_rows_alone(optimizer, hyper):
+        options = [
+            f"{one}={hyper[one]}" for one in ("momentum", "weight_decay", "lazy_update") if one in hyper
+        ]
         raise ConfigurationError(
-            f"optimizer {optimizer.registered_name} with these options cannot update the hash table {name!r}: it "
-            "changes rows that have no gradient, needs to see all rows, or may raise in the middle of an update; use "
-            "sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
+            f"optimizer {optimizer.registered_name} with {', '.join(options) or 'these options'} cannot update hash table "
+            f"{name!r}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle of an "
+            "update; use sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
         )
 
 

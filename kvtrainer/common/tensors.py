@@ -26,33 +26,38 @@ def is_sparse_tensor(value: Tensor) -> bool:
     return value.layout is not torch.strided
 
 
-def read_id_tensor(key: object, row_ids: Any, num_rows: int) -> Tensor:
+def read_id_tensor(key: str, row_ids: Any, num_rows: int) -> Tensor:
     """Return row ids as distinct, ascending int64 on the CPU. Arguments and errors are those of `flatten_id_tensor`."""
     return sort_row_ids(flatten_id_tensor(key, row_ids, num_rows)[0].numpy(), num_rows).ids
 
 
-def flatten_id_tensor(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
+def flatten_id_tensor(key: str, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
     """Return row ids as flat int64 on the CPU, in their order, and the shape that they were given in.
 
     Any tensor, array or list of integers is accepted, of floating-point numbers only if they are whole. A hash table
-    (`num_rows` is 0) has rows of any id, but takes no floating-point number: it may have been rounded.
+    (`num_rows` is 0) has rows of any id, unsigned ones by their bits, but takes no floating-point number: it may have
+    been rounded.
+
+    Args:
+        key: Its name, as messages show it.
 
     Raises:
         ConfigurationError: A value is not an integer.
         RowIdError: The key has no such rows; names them.
     """
     try:
-        given = torch.as_tensor(
-            np.asarray(row_ids) if isinstance(row_ids, list | tuple) else row_ids, device="cpu"
-        )
+        listed = np.asarray(row_ids) if isinstance(row_ids, list | tuple | int) else row_ids
+        if isinstance(listed, np.ndarray) and listed.dtype == np.uint64:
+            listed = listed.view(np.int64)  # torch does not take all kinds of unsigned integers
+        given = torch.as_tensor(listed, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"row_ids of key {key!r} must be whole numbers: {error}") from None
+        raise ConfigurationError(f"row_ids of key {key} must be whole numbers: {error}") from None
     flat = given.detach().reshape(-1)
     is_whole = not flat.dtype.is_floating_point or bool(num_rows and (flat == flat.to(torch.int64)).all())
     is_whole |= not flat.numel()
     if flat.dtype in (torch.bool, torch.complex64, torch.complex128) or not is_whole:
         raise ConfigurationError(
-            f"row_ids of key {key!r} must be whole numbers, got {flat.dtype}{list(given.shape)}: "
+            f"row_ids of key {key} must be whole numbers, got {flat.dtype}{list(given.shape)}: "
             f"{flat[:_NAMED].tolist()}"
         )
     ids = flat.to(torch.int64).numpy()
@@ -60,7 +65,7 @@ def flatten_id_tensor(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor,
     if num_rows and len(ids) and ids.view(np.uint64).max() >= num_rows:
         wrong = np.unique(ids[(ids < 0) | (ids >= num_rows)]).tolist()
         named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
-        raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")
+        raise RowIdError(f"key {key} has rows 0 to {num_rows - 1}, but row_ids has {named}")
     return torch.from_numpy(ids), given.shape
 
 

@@ -286,7 +286,7 @@ def _row_pull_values(entries: Mapping[Key, ValueEntry], key: Key, out: Any, row_
         raise ShapeMismatchError(f"key {key!r} has no dimension, hence no rows; use pull")
     outs = _row_out_values(entry, key, out)
     sets = [row_ids] if is_one_id_tensor(row_ids) else list(row_ids)
-    found = [read_id_tensor(key, one, entry.spec.shape[0]) for one in sets]
+    found = [read_id_tensor(repr(key), one, entry.spec.shape[0]) for one in sets]
     # One set of ids serves all outs; several sets need one out each.
     if len(found) == 1:
         return [RowPull(entry, found[0], outs)]

@@ -267,6 +267,10 @@ class HashTableParameter(RowSparseParameter):
         with torch._C.DisableTorchFunctionSubclass():
             return f"HashTableParameter(dim={self.shape[1]}, dtype={self.dtype}, device={str(self.device)!r})"
 
+    def _name(self) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(self._label) if self._label else f"a hash table of rows of {self.shape[1]}"
+
     def stats(self) -> dict[str, Any]:
         """Return figures of the table, summed over servers; see `kvtrainer.Embedding.stats`."""
         name, owner = self._label, self._ready_owner()

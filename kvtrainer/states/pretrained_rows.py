@@ -142,7 +142,7 @@ def _state_of_new_rows(
 def read_rows(source: Any, weights: Any, table: RowTable) -> PretrainedRows:
     """Read rows that are to go into a table; see `Embedding.load_rows`. Blocks while files are read."""
     ids, values = _read_source(source, weights, table.dim)
-    flat, shape = _integers(table.name, ids)
+    flat, shape = flatten_id_tensor(repr(table.name), ids, 0)
     values = _as_tensor("weights", values)
     # 1. Shapes and dtypes.
     if len(shape) != 1 or values.shape != (len(flat), table.dim):
@@ -205,16 +205,6 @@ def _in_order(ids: Tensor, places: Tensor, weights: Tensor, table: RowTable) -> 
 
 def _named(ids: Tensor) -> str:
     return ", ".join(map(str, ids[:_NAMED].tolist())) + (", …" if len(ids) > _NAMED else "")
-
-
-def _integers(name: str, ids: Any) -> tuple[Tensor, torch.Size]:
-    given = _as_tensor("ids", ids)
-    if given.dtype == torch.uint64 and bool((given.view(torch.int64) < 0).any()):
-        raise ConfigurationError(
-            f"ids of {name!r} are int64, but some are uint64 and larger than {2**63 - 1}; view them as int64, in "
-            "lookups, too"
-        )
-    return flatten_id_tensor(name, given, 0)
 
 
 def _as_tensor(what: str, value: Any) -> Tensor:

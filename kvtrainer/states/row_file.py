@@ -156,7 +156,7 @@ class RowFile:
         Raises:
             ConfigurationError: An id is not an integer.
         """
-        flat, shape = flatten_id_tensor(self._path, ids, 0)
+        flat, shape = flatten_id_tensor(repr(self._path), ids, 0)
         wanted, table = flat.numpy(), self._table
         places = self._places(wanted)
         found = self.weights.new_empty(len(wanted), table.dim)

@@ -49,6 +49,17 @@ def test_ids_of_any_value_have_rows_of_their_own() -> None:
         assert torch.equal(table(torch.tensor([6, 2**53 - 1])), initial(table, [6, 2**53 - 1]))
 
 
+@pytest.mark.parametrize(
+    "ids", [[2**64 - 1, 2**63], np.array([2**64 - 1, 2**63], np.uint64)], ids=["list", "array"]
+)
+def test_unsigned_ids_are_those_with_the_same_bits(ids: Any) -> None:
+    table = kvtrainer.Embedding(3)
+    with trained(table):
+        assert torch.equal(table(ids), initial(table, [-1, -(2**63)]))
+        table.load_rows(ids, torch.ones(2, 3))
+        assert torch.equal(table([-1, -(2**63)]), torch.ones(2, 3))
+
+
 def test_gradients_of_several_lookups_and_passes_add_up() -> None:
     table = kvtrainer.Embedding(2)
     with trained(table) as trainer:
