@@ -148,8 +148,8 @@ class Embedding(nn.Module):
 
         Args:
             source: Ids (integers of 64 bits, one dimension), with `weights`; or without them a `torch.nn.Embedding`,
-                whose rows have ids from 0 on; a `RowFile`; the name of a file of `export`, or of a Parquet or Arrow file; or a
-                `pyarrow.Table` of two columns, `ids` (or `id`) and lists of numbers.
+                whose rows have ids from 0 on; a `RowFile`; the name of a file of `export`, or of a Parquet or Arrow file;
+                or a `pyarrow.Table` of two columns, `ids` (or `id`) and lists of numbers.
             weights: A row for each id, (number of ids, dim), floating point. They are rounded to the dtype of the
                 table, and scaled down to `max_norm`; float32 copies that an optimizer keeps of half-precision weights
                 (`multi_precision`) are made from these. A row of `padding_idx` is left out if it is zero.
@@ -157,8 +157,8 @@ class Embedding(nn.Module):
         Raises:
             RowSparseError: There is no Trainer yet.
             ConfigurationError: An id is not an integer of 64 bits, or comes twice with different weights; weights are
-                not floating point, or not finite in the dtype of the table; `padding_idx` has a row that is not zero; there
-                are more rows than `max_rows`; or the workers cannot agree, because their number may change.
+                not floating point, or not finite in the dtype of the table; `padding_idx` has a row that is not zero;
+                there are more rows than `max_rows`; or the workers cannot agree, because their number may change.
             ShapeMismatchError: Rows have another length than `dim`, or there is not one for each id.
             StateFileError: The file cannot be read, is damaged, or is of another kind.
             RoundAbortedError: Another worker has raised one of these. In all these cases nothing has changed.

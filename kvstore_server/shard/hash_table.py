@@ -247,8 +247,8 @@ def check_hash_table(name: str, optimizer: Optimizer, hyper: Hyper) -> None:
             f"{one}={hyper[one]}" for one in ("momentum", "weight_decay", "lazy_update") if one in hyper
         ]
         raise ConfigurationError(
-            f"optimizer {optimizer.registered_name} with {', '.join(options) or 'these options'} cannot update hash table "
-            f"{name!r}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle of an "
+            f"optimizer {optimizer.registered_name} with {', '.join(options) or 'these options'} cannot update hash "
+            f"table {name!r}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle of an "
             "update; use sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
         )
 
