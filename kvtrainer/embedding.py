@@ -148,8 +148,8 @@ class Embedding(nn.Module):
 
         Args:
             source: Ids (integers of 64 bits, one dimension), with `weights`; or without them a `torch.nn.Embedding`,
-                whose rows have ids from 0 on; a `RowFile`; the name of a file of `export`, or of a Parquet or Arrow file;
-                or a `pyarrow.Table` of two columns, `ids` (or `id`) and lists of numbers.
+                whose rows have ids from 0 on; a `RowFile`; the name of a file of `export`, or of a Parquet or Arrow
+                file; or a `pyarrow.Table` of two columns, `ids` (or `id`) and lists of numbers.
             weights: A row for each id, (number of ids, dim), floating point. They are rounded to the dtype of the
                 table, and scaled down to `max_norm`; float32 copies that an optimizer keeps of half-precision weights
                 (`multi_precision`) are made from these. A row of `padding_idx` is left out if it is zero.

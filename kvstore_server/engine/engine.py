@@ -1086,15 +1086,17 @@ class Engine:
     def _get_state(self, sender: Sender, body: m.GetState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
         pipelined.roll_back_for_read(sender.space, sender.rank, [table.number])
-        packed = pack_states(table.shard.get_state(table.unit, body.index))
-        return _make_reply(sender.waiter, m.SliceState(body.table, body.index, *packed))
+        packed = pack_states(table.shard.get_state(table.unit, body.index, since=body.since))
+        history = table.shard.history(table.unit, body.index)
+        return _make_reply(sender.waiter, m.SliceState(body.table, body.index, *packed, history))
 
     def _put_state(self, sender: Sender, body: m.SliceState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
         pipelined.roll_back_for_read(sender.space, sender.rank, [table.number])
         table.shard.slot_of(table.unit, body.index)
         slice_ = table.plan.slices[body.index]
-        table.shard.put_state(table.unit, body.index, unpack_states(slice_, body.summary, body.data))
+        states = unpack_states(slice_, body.summary, body.data)
+        table.shard.put_state(table.unit, body.index, states, body.history)
         sender.space.note_tables([table.number])
         return _make_status(sender)
 

@@ -91,6 +91,8 @@ class States:
         """For each segment; may be shared between segments, so it is replaced and never changed."""
         self.tensors: dict[str, Tensor] = {}
         """Name → flat memory, in the dtype that updates compute in; zero where nothing was stored."""
+        self.history = 0
+        """Of a slice of a hash table on its way to or from its holder; see `HashTable.history`."""
         self._shared: dict[tuple[str, ...], Entries] = {}
         self.add(segments)
 

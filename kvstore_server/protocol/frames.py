@@ -501,18 +501,19 @@ def _decode_pull(frames: Sequence[Frame]) -> m.Pull:
 def _encode_state(state: m.SliceState) -> list[Frame]:
     data = memoryview(state.data)
     chunks = [data[at : at + MAX_PAYLOAD] for at in range(0, len(data), MAX_PAYLOAD)]
-    return [pack_control([state.table, state.index, dict(state.summary), len(data)]), *chunks]
+    head = [state.table, state.index, dict(state.summary), len(data), state.history]
+    return [pack_control(head), *chunks]
 
 
 def _decode_state(frames: Sequence[Frame]) -> m.SliceState:
     head = unpack_control(memoryview(frames[0]))
-    kinds = (int, int, dict, int)
+    kinds = (int, int, dict, int, int)
     if not (isinstance(head, list) and len(head) == len(kinds) and all(map(isinstance, head, kinds))):
-        raise ProtocolError("a state message must begin with [table, index, summary, size]")
+        raise ProtocolError("a state message must begin with [table, index, summary, size, history]")
     data = b"".join(frames[1:])
     if len(data) != head[3]:
         raise ProtocolError(f"a state message names {head[3]} bytes and brings {len(data)}")
-    return m.SliceState(head[0], head[1], head[2], data)
+    return m.SliceState(head[0], head[1], head[2], data, head[4])
 
 
 def _read_payload_frame(frame: Frame, sizes: m.Ints) -> Tensor:

@@ -327,6 +327,8 @@ class GetState:
 
     table: int
     index: int
+    since: int = 0
+    """Of a hash table: a step; rows that were not updated after it are not sent, except for their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +340,8 @@ class SliceState:
     summary: Mapping[str, Any]
     """Numbers, and the names and sizes of the tensors in `data`; see `optimizer.state`."""
     data: bytes
+    history: int = 0
+    """Of a slice of a hash table, which keeps this number while updates alone change it; 0 in a request: a new one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ Invariants:
 - What happens to a row depends on the updates of the table alone, never on its slot, on the time, or on what else is
   on this server: a table has the same rows, with the same bits, on any number of servers. The clock counts updates.
 - A slot that is taken is initialised completely, so nothing of a former row can be seen.
+- While a slice keeps its history (`history`), updates alone have changed it: a row that has changed since some step was
+  touched after it. Whatever else changes rows (slices that are put or cleared, another optimizer, a process that goes
+  on with the memory of a former one or with a snapshot) gives the slice a history that no other slice ever had.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import json
 import math
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
@@ -80,6 +84,11 @@ _CLAIMED_AHEAD = 16
 """A sixteenth of the memory in use is claimed in advance."""
 _BLOCK = 1 << 16
 """Rows whose state is created at once."""
+
+
+def new_history() -> int:
+    """Return a number of 62 bits that no slice has had before."""
+    return 1 + secrets.randbits(62)
 
 
 def no_claim(_nbytes: int, _what: str) -> None:
@@ -248,8 +257,8 @@ def check_hash_table(name: str, optimizer: Optimizer, hyper: Hyper) -> None:
         ]
         raise ConfigurationError(
             f"optimizer {optimizer.registered_name} with {', '.join(options) or 'these options'} cannot update hash "
-            f"table {name!r}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle of an "
-            "update; use sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
+            f"table {name!r}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle "
+            "of an update; use sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
         )
 
 
@@ -262,6 +271,7 @@ _ENTRIES = 4096
 """Bytes for the names of the arrays of the optimizer's state, and for its numbers."""
 _ONLY: Ints = np.zeros(1, np.int64)
 """The only row of a matrix."""
+_NONE: Ints = np.zeros(0, np.int64)
 
 
 _MAX_STEP = (1 << 31) - (1 << 20)
@@ -270,6 +280,8 @@ _MOST_STATES, _LONGEST = 16, 64
 """The most entries of an optimizer's state, and the longest name of one."""
 _CANDIDATE, _STATE = "candidate ", "state "
 """Begin of the names of what `slice_state` has of rows that may not come yet, and of the optimizer's state."""
+_PRESENT = "present rows"
+"""The name of the numbers of all rows that are there, where `slice_state` has only rows that have changed."""
 
 
 def _checked_rows(given: Mapping[str, StateValue], begin: str, number: int, step: int) -> Ints:
@@ -318,6 +330,8 @@ class RowSlots:
         """The rows that were looked for last, and their slots; None after a change. Those of a batch are looked for
         twice: when they are read, and when they are updated.
         """
+        self._by_slice: list[Ints] | None = None
+        """The slots of each slice, in the order of their rows; None after a change."""
 
     def __len__(self) -> int:
         return self.end - self._num_free
@@ -333,7 +347,7 @@ class RowSlots:
 
     def restore(self) -> None:
         """Find the rows of a former process again."""
-        self._found = None
+        self._found = self._by_slice = None
         is_live = self.touched[: self.end] > 0
         self._index = IdIndex(self.rows)
         self._index.insert(np.flatnonzero(is_live))
@@ -367,10 +381,34 @@ class RowSlots:
         self.protect(slots)
         self.rows[slots], self.counts[slots] = rows, 0
         self._index.insert(slots)
-        self._found = None
+        self._found = self._by_slice = None
         return slots
 
+    def of_slice(self, number: int) -> Ints:
+        """Return the slots of a slice's rows, in the order of their rows."""
+        return self._slices()[number]
+
+    def replace_slice(self, number: int, rows: Ints) -> Ints:
+        """Remove the rows of a slice, and give slots to others (distinct, ascending); the caller touches them."""
+        slices = self._slices()
+        self.remove(slices[number])
+        taken = self.take(rows)
+        # The other slices have not changed; to sort all rows again for each of many slices would take long.
+        slices[number], self._by_slice = taken, slices
+        return taken
+
+    def _slices(self) -> list[Ints]:
+        if self._by_slice is None:
+            live = self.live()
+            rows = self.rows[live]
+            order = rows.argsort()
+            # The slice of a row is its highest bits, so slices follow each other.
+            ends = slices_of_hashes(rows[order]).searchsorted(np.arange(1, HASH_SLICES))
+            self._by_slice = np.split(live[order], ends)
+        return self._by_slice
+
     def touch(self, slots: Ints, step: int, times: Ints) -> None:
+        self._by_slice = None  # it takes memory
         self.touched[slots] = step
         self.counts[slots] += times.astype(np.int32)
 
@@ -381,7 +419,7 @@ class RowSlots:
         if len(slots):
             self.protect(slots)
             self._index.remove(slots)
-            self._found = None
+            self._found = self._by_slice = None
             self.touched[slots] = 0
             self._free.append(slots)
             self._num_free += len(slots)
@@ -447,6 +485,7 @@ class HashTable:
         self.master: Tensor | None = None
         """float32 copies of half-precision weights."""
         self._in_slice = np.zeros(HASH_SLICES, np.int64)
+        self._histories = [new_history()] * HASH_SLICES
 
     def restore(self) -> None:
         """Go on with what a former process had."""
@@ -666,6 +705,7 @@ class HashTable:
             slots.touched[live] = 1
         self._head[_STEP] = self._head[_HAS_STATE] = 0
         self.values, self.master = {}, None
+        self._histories = [new_history()] * HASH_SLICES
 
     # ---------------------------------------------------------------- rows that come
 
@@ -827,11 +867,24 @@ class HashTable:
 
     # ---------------------------------------------------------------- slices, to be moved and saved
 
-    def slice_state(self, number: int) -> dict[str, StateValue]:
-        """Copy all of a slice: its rows, ascending, their state, and the rows that may not come yet."""
+    def history(self, number: int) -> int:
+        """Return a number that a slice keeps as long as nothing but updates changes it."""
+        return self._histories[number]
+
+    def slice_state(self, number: int, since: int = 0) -> dict[str, StateValue]:
+        """Copy all of a slice: its rows, ascending, their state, and the rows that may not come yet.
+
+        Args:
+            since: A step; rows that were not updated after it are left out, and the numbers of all rows that are there
+                are added. 0: all rows.
+        """
         found: dict[str, StateValue] = {}
         for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):
-            which = self._slots_of_slice(slots, number, with_expired=False)
+            which = slots.of_slice(number)
+            which = which[~self._have_expired(slots, which)]
+            if since:
+                found[f"{begin}{_PRESENT}"] = torch.from_numpy(slots.rows[which].copy())
+                which = which[slots.touched[which] > since]
             for name, column in (("rows", slots.rows), ("touched", slots.touched), ("counts", slots.counts)):
                 # Not `from_numpy`: an empty part of an array of records has strides that torch cannot view as bytes.
                 own = torch.empty(
@@ -852,30 +905,29 @@ class HashTable:
         state = {f"{_STATE}{name}": value for name, value in self.values.items() if _is_array(value)}
         return {"weights": self.weights, **own, **state}
 
-    def _slots_of_slice(self, slots: RowSlots, number: int, with_expired: bool = True) -> Ints:
-        """Return the slots of a slice's rows, in the order of their numbers."""
-        live = slots.live()
-        live = live[slices_of_hashes(slots.rows[live]) == number]
-        live = live if with_expired else live[~self._have_expired(slots, live)]
-        found: Ints = live[slots.rows[live].argsort()]
-        return found
-
     def clear_slice(self, number: int) -> None:
         """Forget all of a slice."""
         self.epoch += 1
         self._protect(self._head_memory, _ONLY)
         self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]] = self._in_slice[number] = 0
         self._head[_STEP] = 0
+        self._histories[number] = new_history()
         for slots in (self.slots, self._candidates):
-            slots.remove(self._slots_of_slice(slots, number))
+            slots.replace_slice(number, _NONE)
 
     def put_slice_state(
-        self, number: int, step: int, given: Mapping[str, StateValue], claim: Claim = no_claim
+        self,
+        number: int,
+        step: int,
+        given: Mapping[str, StateValue],
+        claim: Claim = no_claim,
+        history: int = 0,
     ) -> None:
         """Replace all of a slice by what `slice_state` has returned.
 
         Args:
             step: How many updates the table had then. Rows that are there before the first one have no state.
+            history: What `history` returns from now on; 0: a new one.
 
         Raises:
             ProtocolError: It does not fit this table; nothing has changed.
@@ -892,24 +944,20 @@ class HashTable:
         is_figures = (
             isinstance(figures, Tensor) and figures.dtype is torch.int64 and tuple(figures.shape) == (1, 3)
         )
-        if not is_figures or not 0 <= step < _MAX_STEP:
+        if not is_figures or not 0 <= step < _MAX_STEP or _PRESENT in given:
             raise ProtocolError(f"this is not a slice of hash table {self.name!r} after a number of updates")
-        former = {
-            begin: self._slots_of_slice(slots, number)
-            for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates))
-        }
+        places = (("", self.slots), (_CANDIDATE, self._candidates))
         if not len(self._candidates.memory):
             rows[_CANDIDATE] = rows[_CANDIDATE][:0]  # all rows may come now
-        self.check_room(max(len(rows[begin]) - len(former[begin]) for begin in rows), claim)
+        self.check_room(max(len(rows[begin]) - len(slots.of_slice(number)) for begin, slots in places), claim)
         # 2. Replace the rows.
         self.epoch += 1
         self._protect(self._head_memory, _ONLY)
         if not step and not self._has_state_of(given):
             # The first update creates the state of all rows.
             self._head[_HAS_STATE], self.values, self.master = 0, {}, None
-        for begin, slots in (("", self.slots), (_CANDIDATE, self._candidates)):
-            slots.remove(former[begin])
-            taken, count = slots.take(rows[begin]), len(rows[begin])
+        for begin, slots in places:
+            taken, count = slots.replace_slice(number, rows[begin]), len(rows[begin])
             slots.touched[taken] = np.asarray(given[f"{begin}touched"])[:count]
             slots.counts[taken] = np.asarray(given[f"{begin}counts"])[:count]
             if slots is self.slots:
@@ -918,6 +966,7 @@ class HashTable:
         self._in_slice[number] = len(rows[""])
         self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]] = np.asarray(figures)[0]
         self._head[_STEP] = step
+        self._histories[number] = history or new_history()
         self._keep_entries()
 
     def _check_arrays(

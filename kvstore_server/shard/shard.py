@@ -797,29 +797,47 @@ class Shard:
                 counters[:, self.storage.lines[slot]] = before
         self.counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
 
-    def get_state(self, unit: Unit, index: int, copied: Callable[[Tensor], Tensor] = torch.clone) -> States:
-        """Copy the optimizer state of one slice, of a hash table all of it; `copied` copies flat memory.
+    def get_state(
+        self, unit: Unit, index: int, copied: Callable[[Tensor], Tensor] = torch.clone, since: int = 0
+    ) -> States:
+        """Copy the optimizer state of one slice, of a hash table all of it.
 
-        Raises ProtocolError if the slice is not on this server.
+        Args:
+            copied: Copies flat memory.
+            since: Of a hash table, for `HashTable.slice_state`.
+
+        Raises ProtocolError if the slice is not on this server, or is not one of a hash table where that is needed.
         """
         slot = self.slot_of(unit, index)
         table = self._hash_table_of(slot)
         if table is None:
+            if since:
+                raise ProtocolError(f"slice {index} is not one of a hash table, which alone has changed rows")
             return self._copied_state(slot, copied)
         state = States.of_slice(self.storage.slots[slot].slice)
         state.steps[:] = table.step
-        state.entries = [table.slice_state(self._hash_slice(slot))]
+        state.entries = [table.slice_state(self._hash_slice(slot), since)]
         return state
 
-    def put_state(self, unit: Unit, index: int, state: States) -> None:
-        """Replace the optimizer state of one slice, of a hash table all of it. Raises like `get_state`."""
+    def history(self, unit: Unit, index: int) -> int:
+        """Return the history of a hash table's slice, 0 for another one. Raises like `get_state`."""
+        slot = self.slot_of(unit, index)
+        table = self._hash_table_of(slot)
+        return 0 if table is None else table.history(self._hash_slice(slot))
+
+    def put_state(self, unit: Unit, index: int, state: States, history: int = 0) -> None:
+        """Replace the optimizer state of one slice, of a hash table all of it. Raises like `get_state`.
+
+        Args:
+            history: Of a hash table's slice, for `HashTable.put_slice_state`.
+        """
         slot = self.slot_of(unit, index)
         table = self._hash_table_of(slot)
         if table is None:
             self._replace_state(slot, state)
         elif state.steps[0] or state.entries[0]:
             table.put_slice_state(
-                self._hash_slice(slot), int(state.steps[0]), state.entries[0], self._claim_rows
+                self._hash_slice(slot), int(state.steps[0]), state.entries[0], self._claim_rows, history
             )
         else:
             table.clear_slice(self._hash_slice(slot))

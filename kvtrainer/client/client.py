@@ -217,17 +217,25 @@ class Client:
             self._session.call(server, m.SetOptimizer(packed))
             failpoint("worker.optimizer.next")
 
-    def get_state(self, table: RemoteTable, slice_: Slice) -> States:
-        """Fetch the optimizer state of one slice after this worker's last round."""
+    def get_state(self, table: RemoteTable, slice_: Slice, since: int = 0) -> States:
+        """Fetch the optimizer state of one slice after this worker's last round.
+
+        Args:
+            since: Of a hash table: a step; rows that were not updated after it are left out, except for their numbers.
+        """
         self.rounds.wait_pending(table)
-        reply = self._session.call(slice_.server, m.GetState(table.numbers[slice_.server], slice_.index))
+        number = table.numbers[slice_.server]
+        reply = self._session.call(slice_.server, m.GetState(number, slice_.index, since))
         assert isinstance(reply, m.SliceState)
-        return unpack_states(slice_, reply.summary, reply.data)
+        states = unpack_states(slice_, reply.summary, reply.data)
+        states.history = reply.history
+        return states
 
     def put_state(self, table: RemoteTable, slice_: Slice, state: States) -> None:
         self.rounds.wait_pending(table)
         number = table.numbers[slice_.server]
-        self._session.call(slice_.server, m.SliceState(number, slice_.index, *pack_states(state)))
+        body = m.SliceState(number, slice_.index, *pack_states(state), state.history)
+        self._session.call(slice_.server, body)
 
     def barrier(self) -> None:
         """Block until every worker of the namespace has reached the same barrier.

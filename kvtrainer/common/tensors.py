@@ -48,8 +48,8 @@ def flatten_id_tensor(key: str, row_ids: Any, num_rows: int) -> tuple[Tensor, to
     try:
         listed = np.asarray(row_ids) if isinstance(row_ids, list | tuple | int) else row_ids
         if isinstance(listed, np.ndarray):
-            # torch takes neither all kinds of unsigned integers nor, without a warning, arrays that are read-only.
-            listed = np.require(listed, requirements="W")
+            # torch takes neither all kinds of unsigned integers nor, without a warning, read-only arrays.
+            listed = np.require(listed, requirements=["C", "W"])
             listed = listed.view(np.int64) if listed.dtype == np.uint64 else listed
         given = torch.as_tensor(listed, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:

@@ -640,8 +640,8 @@ class StoreExchange(Exchange):
         if self.rows.wanted:
             self.rows.drop()
 
-    def get_state(self, piece: Slice) -> States:
-        return self._client.get_state(self._table, self._table.plan.slices[piece.index])
+    def get_state(self, piece: Slice, since: int = 0) -> States:
+        return self._client.get_state(self._table, self._table.plan.slices[piece.index], since)
 
     def put_state(self, piece: Slice, state: States) -> None:
         self._client.put_state(self._table, self._table.plan.slices[piece.index], state)

@@ -39,6 +39,7 @@ REQUESTS: list[Any] = [
     m.Gather(4, 2.5),
     m.Gather(5, 2.5, b"mine", False),
     m.GetState(1, 2),
+    m.GetState(1, 2, 3),
     m.SliceState(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
     m.Heartbeat(),
     m.Heartbeat(b"\x81\xa5steps\x07"),
@@ -69,7 +70,7 @@ REPLIES: list[Any] = [
     m.Gathered((b"a", b"", b"c" * 9)),
     m.Failed("DeadlineError", "too late", 1, 2, 3),
     m.Status({"a": 1, "b": [1.5, "x"]}),
-    m.SliceState(1, 2, {}, b""),
+    m.SliceState(1, 2, {}, b"", 1 << 62),
 ]
 
 
@@ -299,7 +300,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (m.Resolve(0, 0, 1.0, None, False), resolve(flags=4), "flags 0x4"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=-1.0), "limit of -1"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=float("nan")), "limit of nan"),
-        (m.SliceState(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
+        (m.SliceState(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5, 0]), b"1234"], "names 5 bytes and brings 4"),
         (WEIGHTS, [b"", b""], "0 bytes cannot begin with -1"),
         (WEIGHTS, [struct.pack("<q", -1), b""], "8 bytes cannot begin with -1"),
         (WEIGHTS, [struct.pack("<q", 1 << 62), b""], "8 bytes cannot begin with 4611686018427387904"),
