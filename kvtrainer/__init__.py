@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtrainer.options.paramwise import Rule
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
     from kvtrainer.schedules import ParamSchedule
+    from kvtrainer.states.delta import merge_states
     from kvtrainer.states.row_file import RowFile, lookup
     from kvtrainer.strategy import Strategy
     from kvtrainer.trainer.trainer import Trainer
@@ -65,6 +66,7 @@ __all__ = [
     "log_buffer",
     "lookup",
     "lr_scheduler",
+    "merge_states",
     "metrics",
     "optimizer",
     "parallel",
@@ -90,6 +92,7 @@ _CLASSES = {
     "build_data_parallel_model": "parallel",
     "local_cluster": "jobs.cluster",
     "lookup": "states.row_file",
+    "merge_states": "states.delta",
 }
 """Class or function → its module."""
 _MODULES = {"kv": "kvstore"}

@@ -883,15 +883,10 @@ class HashTable:
             which = slots.of_slice(number)
             which = which[~self._have_expired(slots, which)]
             if since:
-                found[f"{begin}{_PRESENT}"] = torch.from_numpy(slots.rows[which].copy())
+                found[f"{begin}{_PRESENT}"] = _copied_numbers(slots.rows, which)
                 which = which[slots.touched[which] > since]
             for name, column in (("rows", slots.rows), ("touched", slots.touched), ("counts", slots.counts)):
-                # Not `from_numpy`: an empty part of an array of records has strides that torch cannot view as bytes.
-                own = torch.empty(
-                    len(which), dtype=torch.int64 if name == "rows" else torch.int32, device="cpu"
-                )
-                own.numpy()[:] = column[which]
-                found[f"{begin}{name}"] = own
+                found[f"{begin}{name}"] = _copied_numbers(column, which)
             if slots is self.slots:
                 for name, array in self._named_arrays().items():
                     found[name] = array.index_select(0, torch.from_numpy(which))
@@ -1030,6 +1025,14 @@ class HashTable:
             + self._candidates.nbytes,
             hottest=list(zip(slots.rows[live[most]].tolist(), counts[most].tolist(), strict=True)),
         )
+
+
+def _copied_numbers(column: npt.NDArray[Any], which: Ints) -> Tensor:
+    # Not `from_numpy`: an empty part of an array of records has strides that torch cannot view as bytes.
+    dtype = torch.int64 if column.itemsize == 8 else torch.int32
+    found = torch.empty(len(which), dtype=dtype, device="cpu")
+    found.numpy()[:] = column[which]
+    return found
 
 
 def _is_array(value: object) -> TypeGuard[Tensor]:

@@ -14,11 +14,13 @@ order of parameters. A file contains numbers, names and tensors, never code. It 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -54,7 +56,10 @@ _OPTIONAL = frozenset({"step", "master", "momentum_buffer", "max_exp_avg_sq", "g
 _HALF = ("float16", "bfloat16")
 
 FORMAT = "kvtrainer saved states"
+DELTA_FORMAT = "kvtrainer delta of saved states"
+"""Of a file that has only changes of hash tables; see `states.delta`."""
 VERSION = "1"
+_IDENTITY = re.compile("[0-9a-f]{32}")
 
 # First part of a tensor's name: state/<parameter>/<entry> or extra/<section>/<name>, each part quoted.
 _STATE, _EXTRA = "state", "extra"
@@ -63,17 +68,55 @@ _STATE, _EXTRA = "state", "extra"
 class OptimizerStateHolder(Protocol):
     """Keeps optimizer state by slice, here or on a server."""
 
-    def get_state(self, piece: Slice) -> States: ...
+    def get_state(self, piece: Slice, since: int = 0) -> States: ...
     def put_state(self, piece: Slice, state: States) -> None: ...
 
 
+class TableMark(NamedTuple):
+    """A moment in the life of a hash table. While the histories stay equal, later changes have later steps."""
+
+    step: int
+    histories: bytes
+    """A digest of the histories of all its slices; see `HashTable.history`."""
+
+
+def mark_of_table(step: int, histories: Sequence[int]) -> TableMark:
+    data = np.array(histories, np.int64).tobytes()
+    return TableMark(step, hashlib.blake2b(data, digest_size=16).digest())
+
+
+def mark_of_loaded(step: int, identity: str) -> TableMark:
+    """Return the mark of a table that was loaded from a file, after that many updates."""
+    return mark_of_table(step, [history_of_file(identity)] * HASH_SLICES)
+
+
+def history_of_file(identity: str) -> int:
+    """Return the history of slices that come from a file: the same on every worker."""
+    return 1 + (int(identity, 16) >> 66)
+
+
+HISTORY = "history"
+"""The entry of a hash table's state, on its way to its holder, that becomes the history of all slices."""
+
+
 def export_states(
-    plan: Plan, holder: OptimizerStateHolder, keys: Sequence[int] | None = None
+    plan: Plan,
+    holder: OptimizerStateHolder,
+    keys: Sequence[int] | None = None,
+    since: Mapping[int, int] | None = None,
+    marks: dict[int, TableMark] | None = None,
 ) -> dict[int, State]:
-    """Return a copy of the state of those keys (by index; None: all) that were updated."""
+    """Return a copy of the state of those keys (by index; None: all) that were updated.
+
+    Args:
+        since: Hash table (key) → a step; it comes without the rows that were not updated after it, and with the numbers
+            of all rows that are there.
+        marks: Gets the present moment of each hash table, by key.
+    """
     pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
+    steps = since or {}
     kept = {
-        piece.index: holder.get_state(piece)
+        piece.index: holder.get_state(piece, steps.get(piece.segments[0].key, 0) if piece.segments else 0)
         for piece in track_progress(pieces, "collecting optimizer states")
     }
     found = {}
@@ -82,10 +125,11 @@ def export_states(
         for key in range(len(plan.specs)) if keys is None else keys:
             parts = _state_segments_of_key(plan, kept, key)
             if parts and plan.specs[key].hash_table is not None:
-                step, rows = (
-                    int(parts[0][0].steps[0]),
-                    _join_hash_slices([one.entries[0] for one, _ in parts]),
-                )
+                # Without rounds of all workers, slices that were fetched one by one may be those after several updates.
+                counts = [int(states.steps[0]) for states, _ in parts]
+                if marks is not None:
+                    marks[key] = mark_of_table(min(counts), [states.history for states, _ in parts])
+                step, rows = max(counts), _join_hash_slices([states.entries[0] for states, _ in parts])
                 if step or len(rows["rows"]):  # rows may be loaded before the first update
                     found[key] = {**rows, "step": torch.tensor(float(step), device="cpu")}
                 continue
@@ -189,6 +233,7 @@ def import_states(
                 own = _divide_hash_table(given)
                 for (parts, _), entries in zip(_state_segments_of_key(plan, kept, key), own, strict=True):
                     parts.steps[:], parts.entries = int(float(given["step"])), [entries]
+                    parts.history = given.get(HISTORY, 0)
                 continue
             state = _state_by_row(plan, key, given, is_interleaved=False)
             are_numbers = not plan.specs[key].shape  # a 0-d parameter has 0-d entries per element
@@ -297,7 +342,7 @@ def _divide_hash_table(state: Mapping[str, Any]) -> list[dict[str, Any]]:
             parts = list(torch.split(value, 1))
         elif isinstance(value, Tensor) and value.dim():
             parts = list(torch.split(value, lengths["candidate " if name.startswith("candidate ") else ""]))
-        for one, part in zip(found, parts, strict=True) if name != "step" else ():
+        for one, part in zip(found, parts, strict=True) if name not in ("step", HISTORY) else ():
             one[name] = part
     return found
 
@@ -470,6 +515,14 @@ class SavedParameter:
     """The optimizer's entries by name, including 'step'; empty before the first update."""
 
 
+class BaseFile(NamedTuple):
+    """The file of saved states that another one has the changes of."""
+
+    name: str
+    """Without folders; it is in the folder of the other one."""
+    identity: str
+
+
 @dataclass(frozen=True)
 class SavedStates:
     """Everything that a Trainer needs to resume, except the weights."""
@@ -486,10 +539,21 @@ class SavedStates:
     """Plain values of other parts of the Trainer, by part."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Tensors of other parts, by part and by name, such as a parameter's."""
+    hash_tables: Sequence[str] = ()
+    """The names of the parameters that are hash tables."""
+    base: BaseFile | None = None
+    """Where the rows of hash tables are that are not here; None: there are none."""
+    identity: str = ""
+    """Of the file that this was read from, if it has hash tables; not saved again."""
+    marks: Mapping[str, TableMark] = field(default_factory=dict)
+    """The moment at which each hash table was exported, by name; not saved."""
 
 
-def pack_state_file(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
+def pack_state_file(saved: SavedStates, identity: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file.
+
+    Args:
+        identity: Of a file with hash tables; empty: a digest of the contents.
 
     Raises:
         StateFileError: A value is neither a tensor nor plain.
@@ -518,7 +582,11 @@ def pack_state_file(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, st
         )
     # 2. Everything else becomes JSON.
     content = {**vars(saved), "parameters": rows}
-    del content["tensors"]
+    for name in ("tensors", "identity", "marks"):
+        del content[name]
+    for name in ("hash_tables", "base"):
+        if not content[name]:
+            del content[name]
     try:
         text = json.dumps(content)
     except (TypeError, ValueError) as error:
@@ -527,8 +595,12 @@ def pack_state_file(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, st
         ) from error
     # 3. The checksum covers both.
     tensors = {name: _storable_state_tensor(tensor) for name, tensor in tensors.items()}
-    check = checksum_of_state_file(tensors, text)
-    return tensors, {"format": FORMAT, "version": VERSION, "content": text, "checksum": check}
+    checks = [*_running_checksums(tensors, text)]
+    metadata = {"format": FORMAT if saved.base is None else DELTA_FORMAT, "version": VERSION, "content": text}
+    if saved.hash_tables:
+        digest = hashlib.blake2b("\n".join([text, *checks]).encode(), digest_size=16)
+        metadata["identity"] = identity or digest.hexdigest()
+    return tensors, {**metadata, "checksum": checks[-1]}
 
 
 def encode_state_entry(owner: str, entry: str, value: Any) -> Any:
@@ -543,16 +615,21 @@ def encode_state_entry(owner: str, entry: str, value: Any) -> Any:
 
 def checksum_of_state_file(tensors: Mapping[str, Tensor], text: str) -> str:
     """Return a CRC-32 over the text and every tensor with its name, dtype and shape. Also used by other files."""
+    return [*_running_checksums(tensors, text)][-1]
+
+
+def _running_checksums(tensors: Mapping[str, Tensor], text: str) -> Iterator[str]:
     value = zlib.crc32(text.encode())
+    yield f"{value:08x}"
     for name, tensor in sorted(tensors.items()):
         value = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), value)
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         value = zlib.crc32(plain.view(-1).view(torch.uint8).numpy().data, value)
-    return f"{value:08x}"
+        yield f"{value:08x}"
 
 
 def check_state_file_metadata(metadata: Mapping[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") not in (FORMAT, DELTA_FORMAT):
         raise StateFileError("it is a safetensors file, but of something else: save_states did not write it")
     if metadata.get("version") != VERSION:
         raise StateFileError(
@@ -573,8 +650,12 @@ def unpack_state_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         raise StateFileError(
             "its contents do not have the checksum that was saved with them, so it was damaged since"
         )
+    return _decode_state_content(tensors, metadata)
+
+
+def _decode_state_content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedStates:
     try:
-        return _decode_saved_states(tensors, json.loads(text))
+        return _decode_saved_states(tensors, json.loads(metadata.get("content", "")))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise StateFileError(f"its description makes no sense ({type(error).__name__}: {error})") from error
 
@@ -616,8 +697,18 @@ def build_saved_states(content: Mapping[str, Any]) -> SavedStates:
         if not 0 <= parameter.group < len(groups):
             raise ValueError(f"{name!r} is in group {parameter.group} of {len(groups)}")
     tensors = {part: dict(members) for part, members in content["tensors"].items()}
+    tables, base = [str(name) for name in content.get("hash_tables", ())], content.get("base")
+    if not parameters.keys() >= set(tables):
+        raise ValueError(f"the hash tables {tables} are not all among the parameters")
     return SavedStates(
-        optimizer, int(content["num_update"]), groups, parameters, dict(content["extra"]), tensors
+        optimizer,
+        int(content["num_update"]),
+        groups,
+        parameters,
+        dict(content["extra"]),
+        tensors,
+        tables,
+        None if base is None else BaseFile(*map(str, base)),
     )
 
 
@@ -635,19 +726,29 @@ def _state_lists_to_tuples(value: Any) -> Any:
     return tuple(map(_state_lists_to_tuples, value)) if isinstance(value, list) else value
 
 
-def write_state_file(fname: Path, saved: SavedStates) -> None:
+def write_state_file(fname: Path, saved: SavedStates, identity: str = "") -> str:
     """Write a file, atomically replacing an existing one. Blocks until it is on the disk.
+
+    Returns its identity, which is given if the file takes the place of another one; empty without hash tables.
 
     Equal states give equal bytes. Raises StateFileError as `replace_file`.
     """
-    tensors, metadata = pack_state_file(saved)
+    tensors, metadata = pack_state_file(saved, identity)
     nbytes = sum([one.nbytes for one in tensors.values()])
     with replace_file(fname, "save states to", nbytes) as file:
         write_tensors(file, tensors, metadata)
+    return metadata.get("identity", "")
 
 
-def read_state_file(fname: Path) -> SavedStates:
+def read_state_file(
+    fname: Path, takes_delta: bool = False, entries: Collection[str] | None = None
+) -> SavedStates:
     """Read a file that `write_state_file` wrote.
+
+    Args:
+        takes_delta: Whether it may have only changes of hash tables.
+        entries: Which entries of state to read; the others come without rows, and the checksum is not verified. None:
+            all, verified.
 
     Raises:
         StateFileError: It is missing, unreadable, truncated, damaged or of another kind. The message says which.
@@ -656,4 +757,22 @@ def read_state_file(fname: Path) -> SavedStates:
         metadata = opened.metadata() or {}
         check_state_file_metadata(metadata)
         names = list(opened.keys())
-        return unpack_state_file({name: opened.get_tensor(name) for name in names}, metadata)
+        if entries is None:
+            saved = unpack_state_file({name: opened.get_tensor(name) for name in names}, metadata)
+        else:
+            saved = _decode_state_content(_read_entries(opened, names, entries), metadata)
+        if saved.base is not None and not takes_delta:
+            raise StateFileError("it has only what has changed in hash tables; load it into a Trainer")
+        identity = metadata.get("identity", "")
+        if identity and not _IDENTITY.fullmatch(identity):
+            raise StateFileError(f"its identity is {identity!r:.80}, so it was damaged since")
+        return replace(saved, identity=identity)
+
+
+def _read_entries(opened: Any, names: Iterable[str], entries: Collection[str]) -> dict[str, Tensor]:
+    """Read some entries of an open file. Others get no rows."""
+    found = {}
+    for name in names:
+        is_read = unquote(name.rpartition("/")[2]) in entries or not opened.get_slice(name).get_shape()
+        found[name] = opened.get_tensor(name) if is_read else opened.get_slice(name)[:0]
+    return found

@@ -41,9 +41,11 @@ from kvstore_server.shard.reduction import RankContribution, Run
 from kvstore_server.shard.shard import Shard
 from kvtrainer.errors import ConfigurationError, KVStoreError, OptimizerError, StateMismatchError
 from kvtrainer.memory.memory import DeviceMemory, Memory
+from kvtrainer.states.delta import select_pending_states
 from kvtrainer.states.format import (
     OptimizerStateHolder,
     State,
+    TableMark,
     export_states,
     import_states,
     initial_state,
@@ -173,14 +175,20 @@ class OptimizerStates:
         holder = self.holder
         return holder if isinstance(holder, JointOptimizerUpdate) else None
 
-    def current(self, keys: Sequence[int] | None = None) -> Mapping[int, State]:
-        """Fetch the state of those keys (None: all) that were updated. Blocks."""
+    def current(
+        self,
+        keys: Sequence[int] | None = None,
+        since: Mapping[int, int] | None = None,
+        marks: dict[int, TableMark] | None = None,
+    ) -> Mapping[int, State]:
+        """Fetch the state of those keys (None: all) that were updated, as `export_states` does. Blocks."""
         if self._pending is not None:
-            return {key: state for key, state in self._pending.items() if keys is None or key in keys}
+            found = {key: state for key, state in self._pending.items() if keys is None or key in keys}
+            return select_pending_states(found, since, marks)
         holder = self.holder
         if isinstance(holder, JointOptimizerUpdate):
             return holder.states()
-        return {} if holder is None else export_states(self._plan, holder, keys)
+        return {} if holder is None else export_states(self._plan, holder, keys, since, marks)
 
     def shown(self) -> Mapping[Tensor, State]:
         """Fetch the state of updated parameters; before the first update, initial state. Blocks."""

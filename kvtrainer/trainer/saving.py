@@ -16,7 +16,15 @@ from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain_torch_opti
 from kvstore_server.optimizer.trees import decode_tree_entry, unflatten_trees
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.options.loss_scaler import loss_scaler_from_state
-from kvtrainer.states.format import SavedParameter, SavedStates, encode_state_entry, saved_state_problems
+from kvtrainer.states.format import (
+    HISTORY,
+    SavedParameter,
+    SavedStates,
+    TableMark,
+    encode_state_entry,
+    history_of_file,
+    saved_state_problems,
+)
 from kvtrainer.sync.binding import WorkerResiduals
 from kvtrainer.trainer.groups import group_option_problems, kept_entries, plain_number
 from kvtrainer.trainer.step import StepPipeline
@@ -61,10 +69,13 @@ def export_parts(pipeline: StepPipeline) -> dict[str, Any]:
     return extra
 
 
-def export_trainer_states(pipeline: StepPipeline) -> SavedStates:
+def export_trainer_states(pipeline: StepPipeline, since: Mapping[str, int] | None = None) -> SavedStates:
     """Collect what `save_states` writes: optimizer, options, state by parameter, loss scale, schedules and counts.
 
     The tensors are those in use, not copies.
+
+    Args:
+        since: Hash table → a step: only rows that were updated after it, and the numbers of all rows.
     """
     own, optimizer = export_own_states(pipeline), pipeline.groups.optimizer
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
@@ -77,13 +88,24 @@ def export_trainer_states(pipeline: StepPipeline) -> SavedStates:
         {name: plain_number(value) for name, value in kept_entries(group, optimizer).items()}
         for group in pipeline.groups.live
     ]
-    states, parameters = pipeline.states.current(), {}
-    for key, spec in enumerate(pipeline.memory.plan.specs):
+    specs, marks = pipeline.memory.plan.specs, dict[int, TableMark]()
+    steps = {key: since[spec.key] for key, spec in enumerate(specs) if since and spec.key in since}
+    states, parameters = pipeline.states.current(None, steps, marks), {}
+    for key, spec in enumerate(specs):
         # A plain number, so that the file's header lists the step count with the parameter.
         state = {**states[key], "step": int(states[key]["step"])} if key in states else {}
         parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, spec.group, state)
     described, num_update = _describe_saved_optimizer(optimizer), optimizer.num_update
-    return SavedStates(described, num_update, options, parameters, own.extra, own.tensors)
+    return SavedStates(
+        described,
+        num_update,
+        options,
+        parameters,
+        own.extra,
+        own.tensors,
+        [spec.key for spec in specs if spec.hash_table is not None],
+        marks={specs[key].key: mark for key, mark in marks.items()},
+    )
 
 
 def check_fit(saved: SavedStates, pipeline: StepPipeline) -> None:
@@ -106,6 +128,10 @@ def as_state_dict(saved: SavedStates, names: Sequence[str]) -> dict[str, Any]:
     for at, name in enumerate(names):
         groups[saved.parameters[name].group]["params"].append(at)
     states = {at: saved.parameters[name].state for at, name in enumerate(names)}
+    if saved.identity:
+        history = history_of_file(saved.identity)
+        tables = [at for at, name in enumerate(names) if name in saved.hash_tables and states[at]]
+        states |= {at: {**states[at], HISTORY: history} for at in tables}
     saved_rest = {name: decode_tree_entry(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
     # "step" is the store's count. A torch class's own count is saved as OWN_COUNT; None if it keeps none.
     return {

@@ -46,13 +46,15 @@ from kvtrainer.options.stages import STAGES, Accumulation, StageOptions
 from kvtrainer.parallel.replicas import COPIES, devices_of, flatten_replicas, policy_of
 from kvtrainer.schedules.config import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.states.format import SavedStates, State, read_state_file, write_state_file
+from kvtrainer.states.delta import read_states
+from kvtrainer.states.format import SavedStates, State, write_state_file
 from kvtrainer.states.pretrained_rows import PretrainedRows, put_rows, rows_by_slice
 from kvtrainer.states.row_file import RowTable, write_row_file
 from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.client_state import ASSIGNED, pack_user_state
 from kvtrainer.sync.exchange import RoundResult
 from kvtrainer.sync.select import select_store
+from kvtrainer.trainer.bases import Bases
 from kvtrainer.trainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.trainer.join import join
 from kvtrainer.trainer.optimizer_states import OptimizerStates, OptimizerStateView
@@ -225,6 +227,7 @@ class Trainer(torch.optim.Optimizer):
         self._pipeline = StepPipeline(self._groups, Binding(selection, zero_copy))
         self._writer: Any = None
         """Writes scalars of each step; see `log_to`."""
+        self._bases = Bases()
         self._client_state: Any = None
         self._packed_client_state = b""
         self._is_built = True
@@ -961,19 +964,40 @@ class Trainer(torch.optim.Optimizer):
         )
 
     @exclusive
-    def save_states(self, fname: str | os.PathLike[str]) -> None:
+    def save_states(
+        self, fname: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
+    ) -> None:
         """Save what another Trainer needs, beside the weights, to continue as if never interrupted, in one file.
 
         The file has the optimizer state by parameter name, and the options of every group, wherever the optimizer runs.
         Blocks while state is fetched. Any single worker may save between its steps: no round ends without it, so the
         file belongs to its own last step.
 
+        Args:
+            fname: The file, which replaces an existing one.
+            base: A file in the same folder that this Trainer has saved since it loaded states, or has loaded last. Then
+                `fname` becomes a delta: of hash tables (`kvtrainer.Embedding`) it has only the rows that were updated,
+                came or went since the base was saved; everything else is in it as usual. The base may be a delta, too.
+                Keep it and its own bases, under their names: `load_states` needs them. `kvtrainer.merge_states` makes
+                one file of them.
+
         Raises:
             KVStoreError: A step was interrupted in its update, so weights and state may have only a part of it; `step`
                 and `state_dict` raise it, too. A Trainer without a store saves what it has, and logs that.
-            StateFileError: The file cannot be written; the former one is unchanged.
+            StateFileError: The file cannot be written, or the base cannot be read; the former file is unchanged.
+            StateMismatchError: There can be no delta since this base, because this Trainer has neither saved nor loaded
+                it, or because a table has changed in another way than by updates since: states were loaded, the
+                optimizer was replaced, or a server has restarted or gone back to a snapshot. Save without base then.
+            ConfigurationError: A base is given but there is no hash table, the base is in another folder, or `fname` is
+                the base or one of its bases.
         """
-        write_state_file(fname, self.export_saved_states())
+        if base is None:
+            saved = self.export_saved_states()
+        else:
+            self._pipeline.binding.check_whole(_SAVED)
+            self._pipeline.ready()
+            saved = self._bases.export_delta(self._pipeline, base, fname)
+        self._bases.remember_saved(saved, write_state_file(fname, saved))
 
     @exclusive
     def load_states(self, fname: str | os.PathLike[str]) -> None:
@@ -983,9 +1007,13 @@ class Trainer(torch.optim.Optimizer):
         loaded it, or none. It creates the store if necessary. Options in the file replace those with which the Trainer
         was built; `lr_mult` and `wd_mult` of parameters are kept. The file does not contain weights.
 
+        A delta (`save_states` with a base) is loaded with its bases, which are looked for in its own folder under the
+        names that they had; the result is that of a file that was saved without base at the same moment.
+
         Raises:
-            StateFileError: It cannot be read, is not a file of saved states, or is damaged.
-            StateMismatchError: It is for another model or optimizer; names every difference.
+            StateFileError: It cannot be read, is not a file of saved states, or is damaged; or this is so of a base.
+            StateMismatchError: It is for another model or optimizer; names every difference. Or a base is another file
+                than the one on which the delta was saved.
             RoundAbortedError: Another worker cannot read it, or it does not fit there; says which and why.
             ConfigurationError: Several workers have a third-party store, through which they cannot agree.
             In each case nothing has changed, on any worker.
@@ -993,7 +1021,7 @@ class Trainer(torch.optim.Optimizer):
         with closing(self._pipeline.binding.open_agreement()) as agreement:
             with agreement.all_or_none(f"read {os.fspath(fname)!r}"):
                 self._pipeline.ready()  # first, so that its errors are not hidden by those of the file
-                saved = read_state_file(fname)
+                saved = read_states(fname)
                 self.check_saved_states(saved)
             # No worker continues while another may still replace state on servers.
             with agreement.all_or_none(f"take over the states of {os.fspath(fname)!r}"):
@@ -1017,8 +1045,10 @@ class Trainer(torch.optim.Optimizer):
             StateMismatchError: It is for another model or optimizer; says how. Nothing has changed.
         """
         self.check_saved_states(saved)
+        self._bases.forget()
         self.load_state_dict(as_state_dict(saved, self._pipeline.memory.names))
         adopt_other_saved_states(saved, self._pipeline)
+        self._bases.remember_loaded(saved)
 
     def check_saved_states(self, saved: SavedStates) -> None:
         """Raise StateMismatchError unless `adopt_saved_states` can load this."""
