@@ -80,7 +80,7 @@ def test_a_delta_with_its_bases_is_what_is_saved_in_full_at_the_same_moment(
 ) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        job, files, bases = Job(), list[Path](), set[Path]()
+        job, files, bases = Job(), list[Path](), set[bytes]()
         for number, (what, argument) in enumerate([("full", 0), *operations]):
             path, full = folder / f"{number}", folder / "full"
             chosen = files[-1 - argument % len(files)] if what in ("delta", "load") else path
@@ -88,15 +88,15 @@ def test_a_delta_with_its_bases_is_what_is_saved_in_full_at_the_same_moment(
                 job.train(*argument)
             elif what == "load":
                 job.trainer.load_states(chosen)
-                bases = {chosen}
-            elif what == "delta" and chosen not in bases:
+                bases = {chosen.read_bytes()}
+            elif what == "delta" and chosen.read_bytes() not in bases:
                 with pytest.raises(StateMismatchError):
                     job.trainer.save_states(path, base=chosen)
                 assert not path.exists()
             else:
                 job.trainer.save_states(path, base=chosen if what == "delta" else None)
                 files.append(path)
-                bases.add(path)
+                bases.add(path.read_bytes())
                 if what == "delta":
                     job.trainer.save_states(full)
                     kvtrainer.merge_states(path, folder / "merged")
@@ -117,15 +117,14 @@ def test_a_delta_with_its_bases_is_what_is_saved_in_full_at_the_same_moment(
     ],
 )
 def test_the_state_of_any_optimizer_is_in_a_delta(optimizer: str, options: Any, tmp_path: Path) -> None:
-    job, other = (Job(optimizer, **options) for _ in range(2))
+    job = Job(optimizer, **options)
     for step in range(6):
         job.train(step, 7, 8)
         base = tmp_path / f"{step - 1}" if step else None
         job.trainer.save_states(tmp_path / f"{step}", base=base)
     job.trainer.save_states(tmp_path / "full")
-    other.trainer.load_states(tmp_path / "5")
-    other.trainer.save_states(tmp_path / "loaded")
-    assert (tmp_path / "loaded").read_bytes() == (tmp_path / "full").read_bytes()
+    kvtrainer.merge_states(tmp_path / "5", tmp_path / "merged")
+    assert without_identity(tmp_path / "merged") == without_identity(tmp_path / "full")
 
 
 def test_a_delta_of_one_row_in_a_hundred_has_three_bytes_in_a_hundred(tmp_path: Path) -> None:
