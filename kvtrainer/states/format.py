@@ -322,10 +322,22 @@ def _join_hash_slices(slices: Sequence[Mapping[str, Any]]) -> State:
             continue
         parts = [one.get(name) for one in slices]
         counts = [len(one["candidate rows" if name.startswith("candidate ") else "rows"]) for one in slices]
-        none = [first.new_zeros(count, *first.shape[1:]) for count in counts]
-        found[name] = torch.cat(
-            [zero if part is None else part for part, zero in zip(parts, none, strict=True)]
+        found[name] = _concatenated(
+            [
+                first.new_zeros(count, *first.shape[1:]) if part is None else part
+                for part, count in zip(parts, counts, strict=True)
+            ]
         )
+    return found
+
+
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    # Not torch.cat, whose threads meet for each of the parts, which takes ten times as long on a busy machine.
+    first = parts[0]
+    found = first.new_empty(sum(map(len, parts)), *first.shape[1:])
+    if len(found):
+        arrays = [part.view(torch.uint8).numpy() for part in parts if len(part)]
+        np.concatenate(arrays, out=found.view(torch.uint8).numpy())
     return found
 
 
