@@ -21,6 +21,7 @@ from kvtrainer.errors import (
     StateMismatchError,
 )
 from kvtrainer.kvstore import DistKVStore
+from kvtrainer.states.format import read_state_file
 from tests.support.processes import Members, Processes, new_name, raised, together
 
 IDS = torch.arange(60)
@@ -446,3 +447,65 @@ def test_an_asynchronous_job_loads_rows_once_and_any_worker_exports_them(
 
     # Each of the two workers has subtracted 1 three times.
     assert together(lambda: one(0), lambda: one(1)) == [[-5.0] * 5 + [1.0] * 55] * 2
+
+
+def test_deltas_of_two_servers_load_into_any_number_of_servers(
+    processes: Processes, members: Members, tmp_path: Path
+) -> None:
+    names = ("first", "second", "third")
+
+    def work(worker: Worker) -> Any:
+        for step, name in enumerate(names):
+            worker.train(3 * step, 3 * step + 3)
+            if worker.rank == 0:
+                worker.trainer.save_states(tmp_path / name, base=tmp_path / names[step - 1] if step else None)
+        if worker.rank == 0:
+            worker.trainer.save_states(tmp_path / "full")
+        return {name: value.clone() for name, value in worker.linear.state_dict().items()}
+
+    linear = on_servers(2, processes, members, work)[0]
+    assert (tmp_path / "third").stat().st_size < (tmp_path / "full").stat().st_size
+    found = []
+    for servers, name in ((0, "full"), (1, "third"), (3, "third")):
+        store: Any = members.join(processes.servers(servers), 0, 1, new_name()) if servers else "local"
+        worker = Worker(store)
+        worker.linear.load_state_dict(linear)
+        with worker.trainer:
+            worker.trainer.load_states(tmp_path / name)
+            again = tmp_path / f"again {servers}"
+            worker.trainer.save_states(again)
+            assert again.read_bytes() == (tmp_path / "full").read_bytes()
+            found.append(worker.train(9, 14))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_worker_saves_deltas_on_what_it_has_saved_itself_or_all_have_loaded(
+    processes: Processes, members: Members, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def work(worker: Worker) -> Any:
+        worker.train(0, 4)
+        if worker.rank == 0:
+            worker.trainer.save_states(first)
+        worker.train(4, 6)  # both have taken part, so the file is there
+        if worker.rank == 1:
+            with pytest.raises(StateMismatchError):
+                worker.trainer.save_states(second, base=first)
+            assert not second.exists()
+        worker.train(6, 7)
+        worker.trainer.load_states(first)
+        worker.train(4, 7)
+        if worker.rank == 1:
+            worker.trainer.save_states(second, base=first)
+            worker.trainer.save_states(tmp_path / "full")
+        return worker.train(7, 8)
+
+    on_servers(2, processes, members, work)
+    kvtrainer.merge_states(second, tmp_path / "merged")
+    merged, full = (read_state_file(tmp_path / name) for name in ("merged", "full"))
+    found = merged.parameters["table"].state
+    assert len(found["rows"]) > 0
+    for name, value in full.parameters["table"].state.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value))

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.optimizer import Optimizer, State, apply_update_to_rows, create
-from kvstore_server.plan import HASH_SLICES, HashTableOptions
+from kvstore_server.plan import HASH_SLICES, HashTableOptions, hash_table_spec, make_plan
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.hash_table import HashTable, check_hash_table, initial_rows, no_claim
 from kvstore_server.shard.id_index import row_numbers
+from kvstore_server.shard.shard import Shard
 
 WIDTH, IDS = 5, 40
 EVERY_OPTIMIZER = [
@@ -493,3 +494,76 @@ def test_an_optimizer_that_needs_all_rows_is_refused(name: str, options: dict[st
 @pytest.mark.parametrize(("name", "options"), EVERY_OPTIMIZER)
 def test_an_optimizer_that_updates_rows_one_by_one_is_accepted(name: str, options: dict[str, Any]) -> None:
     check_hash_table("t", *optimizer_and_options(name, options))
+
+
+def test_rows_that_changed_since_a_step_come_with_the_numbers_of_all() -> None:
+    made = optimizer_and_options("adagrad", {"learning_rate": 1.0})
+    table = HashTable("t", 3, "float32", HashTableOptions(admit_after=2, expire_after=4), room=1000)
+    for ids in ([1, 2, 3], [1, 2, 4], [3, 5], [3, 5], [3, 4], [3, 6]):
+        update(table, ids, torch.ones(len(ids), 3), made)
+    # Rows 1 and 2 have expired; 3, 4 and 5 are there, of which 5 was updated in step 4; 6 waits.
+    changed, there, waiting = set[int](), set[int](), list[tuple[int, int]]()
+    for number in range(HASH_SLICES):
+        all_: Any = table.slice_state(number)
+        since: Any = table.slice_state(number, 4)
+        is_changed = all_["touched"] > 4
+        state = [name for name in all_ if name.startswith("state ")]
+        assert state
+        for name in ("rows", "counts", "weights", *state):
+            assert torch.equal(since[name], all_[name][is_changed])
+        assert torch.equal(since["figures"], all_["figures"])
+        changed |= set(since["rows"].tolist())
+        there |= set(since["present rows"].tolist())
+        waiting += zip(since["candidate rows"].tolist(), since["candidate counts"].tolist(), strict=True)
+        with pytest.raises(ProtocolError):
+            table.put_slice_state(number, table.step, since)
+    assert changed == {_row(3), _row(4)}
+    assert there == {_row(3), _row(4), _row(5)}
+    assert waiting == [(_row(6), 1)]
+
+
+def test_only_updates_leave_a_slice_its_history() -> None:
+    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    arrays: dict[str, Tensor] = {}
+
+    def allocate(name: str, nbytes: int) -> Tensor:
+        return arrays.setdefault(name, torch.zeros(nbytes, dtype=torch.uint8))
+
+    table = HashTable("t", 3, "float32", HashTableOptions(max_rows=128), allocate, room=1000)
+    number, seen = _slice_of(CROWDED[0]), set[int]()
+
+    def found() -> list[int]:
+        return [table.history(at) for at in range(HASH_SLICES)]
+
+    before = found()
+    for ids in (CROWDED, CROWDED[:2], CROWDED):
+        update(table, ids, torch.ones(len(ids), 3), made)
+    state = table.slice_state(number)
+    assert found() == before
+    for change in (
+        lambda: table.put_slice_state(number, table.step, state),
+        lambda: table.clear_slice(number),
+        table.forget_state,
+    ):
+        seen.add(table.history(number))
+        change()
+        assert table.history(number) not in seen
+    update(table, CROWDED, torch.ones(len(CROWDED), 3), made)
+    table.put_slice_state(number, 1, table.slice_state(number), history=17)
+    assert table.history(number) == 17
+    # A process that goes on with the memory of a former one.
+    other = HashTable("t", 3, "float32", HashTableOptions(max_rows=128), allocate, room=1000)
+    other.restore()
+    assert len(other) == len(table)
+    assert not {other.history(at) for at in range(HASH_SLICES)} & {*before, *found(), *seen}
+
+
+def test_a_slice_that_was_put_back_elsewhere_has_another_history() -> None:
+    shard, plan = Shard(), make_plan([hash_table_spec("h", (3,), "float32", HashTableOptions(), 0)], 1, True)
+    unit = shard.add(plan)
+    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    update(shard.hash_tables[0], CROWDED, torch.ones(len(CROWDED), 3), made)
+    index = plan.slices[_slice_of(CROWDED[0])].index
+    before = shard.history(unit, index)
+    shard.put_state(unit, index, shard.get_state(unit, index))
+    assert shard.history(unit, index) != before
