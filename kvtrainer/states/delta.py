@@ -59,7 +59,7 @@ def read_states(fname: Path) -> SavedStates:
     return replace(chain[0], parameters=dict(parameters), base=None)
 
 
-def merge_states(fname: Path, into: Path) -> None:
+def merge_states(fname: str | os.PathLike[str], into: str | os.PathLike[str]) -> None:
     """Write what a delta and its bases have together into one file, without a Trainer.
 
     The file is the one that `Trainer.save_states` without `base` would have written instead of the delta, except for
