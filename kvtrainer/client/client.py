@@ -217,19 +217,24 @@ class Client:
             self._session.call(server, m.SetOptimizer(packed))
             failpoint("worker.optimizer.next")
 
-    def get_state(self, table: RemoteTable, slice_: Slice, since: int = 0) -> States:
-        """Fetch the optimizer state of one slice after this worker's last round.
+    def get_states(self, table: RemoteTable, slices: Sequence[Slice], since: Sequence[int]) -> list[States]:
+        """Fetch the optimizer state of slices, each of another server, after this worker's last round.
 
         Args:
-            since: Of a hash table: a step; rows that were not updated after it are left out, except for their numbers.
+            since: For each slice of a hash table a step; rows that were not updated after it are left out, except for
+                their numbers.
         """
         self.rounds.wait_pending(table)
-        number = table.numbers[slice_.server]
-        reply = self._session.call(slice_.server, m.GetState(number, slice_.index, since))
-        assert isinstance(reply, m.SliceState)
-        states = unpack_states(slice_, reply.summary, reply.data)
-        states.history = reply.history
-        return states
+        requests = [
+            (slice_.server, m.GetState(table.numbers[slice_.server], slice_.index, step))
+            for slice_, step in zip(slices, since, strict=True)
+        ]
+        found = []
+        for slice_, reply in zip(slices, self._session.call_all(requests), strict=True):
+            assert isinstance(reply, m.SliceState)
+            found.append(unpack_states(slice_, reply.summary, reply.data))
+            found[-1].history = reply.history
+        return found
 
     def put_state(self, table: RemoteTable, slice_: Slice, state: States) -> None:
         self.rounds.wait_pending(table)

@@ -911,8 +911,8 @@ class _VerbsStateHolder:
     def __init__(self, client: Client, table: RemoteTable) -> None:
         self._client, self._table = client, table
 
-    def get_state(self, piece: Slice, since: int = 0) -> States:
-        return self._client.get_state(self._table, piece, since)
+    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> list[States]:
+        return self._client.get_states(self._table, pieces, since)
 
     def put_state(self, piece: Slice, state: States) -> None:
         self._client.put_state(self._table, piece, state)

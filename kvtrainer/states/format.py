@@ -15,6 +15,7 @@ order of parameters. A file contains numbers, names and tensors, never code. It 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import zlib
@@ -68,7 +69,9 @@ _STATE, _EXTRA = "state", "extra"
 class OptimizerStateHolder(Protocol):
     """Keeps optimizer state by slice, here or on a server."""
 
-    def get_state(self, piece: Slice, since: int = 0) -> States: ...
+    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> list[States]:
+        """Copy the state of slices that are each on another server; `since`: see `export_states`."""
+
     def put_state(self, piece: Slice, state: States) -> None: ...
 
 
@@ -115,10 +118,11 @@ def export_states(
     """
     pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
     steps = since or {}
-    kept = {
-        piece.index: holder.get_state(piece, steps.get(piece.segments[0].key, 0) if piece.segments else 0)
-        for piece in track_progress(pieces, "collecting optimizer states")
-    }
+    kept = {}
+    for batch in track_progress(_one_of_each_server(pieces), "collecting optimizer states"):
+        own = [steps.get(piece.segments[0].key, 0) if piece.segments else 0 for piece in batch]
+        for piece, states in zip(batch, holder.get_states(batch, own), strict=True):
+            kept[piece.index] = states
     found = {}
     nbytes = sum([tensor.nbytes for one in kept.values() for tensor in one.tensors.values()])
     with print_duration("putting optimizer states together", nbytes):
@@ -140,6 +144,14 @@ def export_states(
                     "step": torch.tensor(float(state["step"]), device="cpu"),
                 }
     return found
+
+
+def _one_of_each_server(pieces: Iterable[Slice]) -> list[list[Slice]]:
+    """Return the pieces in batches of at most one of each server, so that servers work at the same time."""
+    by_server: dict[int, list[Slice]] = {}
+    for piece in pieces:
+        by_server.setdefault(piece.server, []).append(piece)
+    return [[one for one in batch if one is not None] for batch in itertools.zip_longest(*by_server.values())]
 
 
 def _state_by_row(plan: Plan, key: int, state: State, is_interleaved: bool = True) -> State:
@@ -213,7 +225,7 @@ def import_states(
     # 1. Get the state of all slices concerned.
     if others_stay:
         pieces = [piece for key in states for piece in plan.slices_with(key)]
-        kept = {piece.index: holder.get_state(piece) for piece in pieces}
+        kept = {piece.index: holder.get_states([piece], [0])[0] for piece in pieces}
     else:
         kept = {piece.index: States.of_slice(piece, device) for piece in plan.slices}
     # 2. Find the entries with one number per element, to tell them from scalars where a key has one element.

@@ -640,8 +640,9 @@ class StoreExchange(Exchange):
         if self.rows.wanted:
             self.rows.drop()
 
-    def get_state(self, piece: Slice, since: int = 0) -> States:
-        return self._client.get_state(self._table, self._table.plan.slices[piece.index], since)
+    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> list[States]:
+        slices = [self._table.plan.slices[piece.index] for piece in pieces]
+        return self._client.get_states(self._table, slices, since)
 
     def put_state(self, piece: Slice, state: States) -> None:
         self._client.put_state(self._table, self._table.plan.slices[piece.index], state)
