@@ -159,10 +159,12 @@ def select_pending_states(
     states: Mapping[int, State], since: Mapping[int, int] | None, marks: dict[int, TableMark] | None
 ) -> dict[int, State]:
     """Return what `export_states` will return of these states once their holder has them."""
-    found = {}
+    found = dict(states)
     for key, state in states.items():
+        if HISTORY not in state or _CANDIDATE + _ROWS not in state:
+            continue  # no hash table, or not from a file
         found[key] = {name: value for name, value in state.items() if name != HISTORY}
-        if marks is not None and HISTORY in state:
+        if marks is not None:
             marks[key] = mark_of_table(int(float(state["step"])), [state[HISTORY]] * HASH_SLICES)
         if since and key in since:
             found[key] = _select_changes(found[key], since[key])

@@ -98,7 +98,7 @@ def history_of_file(identity: str) -> int:
     return 1 + (int(identity, 16) >> 66)
 
 
-HISTORY = "history"
+HISTORY = "slice history"
 """The entry of a hash table's state, on its way to its holder, that becomes the history of all slices."""
 
 
