@@ -62,7 +62,7 @@ def without_identity(path: Path) -> bytes:
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("train"), st.lists(st.integers(-IDS, IDS), min_size=1, max_size=30)),
-        st.tuples(st.just("train"), st.lists(st.integers(0, 5), min_size=1, max_size=4)),
+        st.tuples(st.just("train"), st.lists(st.integers(0, 25), min_size=1, max_size=15)),
         st.tuples(st.just("full"), st.just(0)),
         st.tuples(st.just("delta"), st.integers(0, 9)),
         st.tuples(st.just("delta"), st.integers(0, 1)),
@@ -81,6 +81,7 @@ def test_a_delta_with_its_bases_is_what_is_saved_in_full_at_the_same_moment(
     with TemporaryDirectory() as name:
         folder = Path(name)
         job, files, bases = Job(), list[Path](), set[bytes]()
+        job.train_twice(*range(20))
         for number, (what, argument) in enumerate([("full", 0), *operations]):
             path, full = folder / f"{number}", folder / "full"
             chosen = files[-1 - argument % len(files)] if what in ("delta", "load") else path
