@@ -58,7 +58,8 @@ class PretrainedRows(NamedTuple):
 def rows_by_slice(plan: Plan, holder: OptimizerStateHolder, key: int) -> Iterator[tuple[Ints, Tensor]]:
     """Fetch the rows of a hash table slice by slice: their ids, and their weights. Blocks."""
     for piece in track_progress(plan.slices_with(key), "fetching rows"):
-        [entries] = holder.get_state(piece).entries
+        [state] = holder.get_states([piece], [0])
+        [entries] = state.entries
         rows, weights = entries["rows"], entries["weights"]
         assert isinstance(rows, Tensor)
         assert isinstance(weights, Tensor)
@@ -85,8 +86,8 @@ def put_rows(
         weights = rows.weights.index_select(0, rows.places[begin:end]).to(getattr(torch, dtype))
         if options.max_norm:
             limit_norms(weights, options.max_norm)
-        state = holder.get_state(piece)
-        step = int(state.steps[0])
+        [state] = holder.get_states([piece], [0])
+        step, state.history = int(state.steps[0]), 0  # files from before are no bases of deltas
         state.entries = [_with_rows(state.entries[0], rows.numbers[begin:end], weights, step, own)]
         holder.put_state(piece, state)
 

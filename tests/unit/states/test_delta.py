@@ -177,6 +177,10 @@ def test_a_base_ends_with_whatever_else_than_an_update_replaces_a_table(tmp_path
     job.trainer.adopt_saved_states(job.trainer.export_saved_states())
     with pytest.raises(StateMismatchError):
         job.trainer.save_states(delta, base=base)
+    job.trainer.save_states(base)
+    job.table.load_rows([1], torch.ones(1, 3))
+    with pytest.raises(StateMismatchError):
+        job.trainer.save_states(delta, base=base)
     assert not delta.exists()
 
 
