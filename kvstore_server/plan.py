@@ -90,7 +90,10 @@ class HashTableOptions(NamedTuple):
     max_rows: int = 0
     """The table has about that many rows at most: each slice its share, of which a tenth goes when it is full."""
     evict: str = "lru"
-    """Which go then: "lru", those whose last gradient is the oldest, or "lfu", those that had the fewest."""
+    """Which go then: "lru", those whose last gradient is the oldest, "lfu", those that had the fewest, or "norm", those
+    with the smallest Euclidean norm."""
+    weight_decay: float = 0.0
+    """Each round multiplies all rows by 1 - lr * weight_decay, those that have no gradient, too."""
     max_norm: float = 0.0
     """The largest Euclidean norm of a row, which is scaled down to it after an update; 0: none."""
     optimizer: str = ""
@@ -759,11 +762,11 @@ def _check_planned_rows(spec: TensorSpec) -> None:
 def check_hash_table_options(who: str, options: HashTableOptions, dtype: str) -> None:
     """Raise ConfigurationError unless all options have a type and a value that they can have for a dtype."""
     are_whole = all([type(count) is int and 0 <= count < MAX_ROWS for count in options[3:6]])
-    if not are_whole or options.admit_after < 1 or options.evict not in ("lru", "lfu"):
+    if not are_whole or options.admit_after < 1 or options.evict not in ("lru", "lfu", "norm"):
         raise ConfigurationError(
             f"{who} has admit_after={options.admit_after!r}, expire_after={options.expire_after!r}, "
             f"max_rows={options.max_rows!r} and evict={options.evict!r}; admit_after is 1 or more, the others are 0 or "
-            f"more, all are below {MAX_ROWS}, and evict is 'lru' or 'lfu'"
+            f"more, all are below {MAX_ROWS}, and evict is 'lru', 'lfu' or 'norm'"
         )
     # Normal values are up to 3.5 times the scale.
     is_finite = type(options.scale) is float and 4 * abs(options.scale) < _LARGEST.get(dtype, math.inf)
@@ -773,10 +776,10 @@ def check_hash_table_options(who: str, options: HashTableOptions, dtype: str) ->
             f"{who} begins with init={options.init!r}, scale={options.scale!r} and seed={options.seed!r}; init is "
             f"'normal', 'uniform' or 'constant', scale a finite number that {dtype} holds, and seed one of 64 bits"
         )
-    if type(options.max_norm) is not float or not 0 <= options.max_norm < math.inf:
-        raise ConfigurationError(
-            f"{who} has max_norm={options.max_norm!r}; it is a positive number, or 0 for no limit"
-        )
+    for option in ("weight_decay", "max_norm"):
+        value = getattr(options, option)
+        if type(value) is not float or not 0 <= value < math.inf:
+            raise ConfigurationError(f"{who} has {option}={value!r}; it is a positive number, or 0 for none")
     if type(options.optimizer) is not str or len(options.optimizer) > _LONGEST_OPTIMIZER:
         raise ConfigurationError(
             f"{who} describes its optimizer by {options.optimizer!r:.80}; that is a text of up to {_LONGEST_OPTIMIZER} "

@@ -46,8 +46,11 @@ class Embedding(nn.Module):
         admit_after: A row is trained from its nth gradient on; those before are ignored. Each worker gives one a round.
         expire_after: A row is forgotten that had no gradient for this many rounds; 0: never.
         max_rows: About the most rows; 0: as many as there is memory for.
-        evict: Which rows are forgotten when there are too many: "lru" (longest without a gradient) or "lfu" (fewest).
+        evict: Which rows are forgotten when there are too many: "lru" (longest without a gradient), "lfu" (fewest), or
+            "norm" (smallest Euclidean norm).
         padding_idx: The id whose row is always zero, and not trained.
+        weight_decay: Decoupled weight decay: each round multiplies every row that is there by 1 - lr * weight_decay,
+            before the optimizer's update (as torch's AdamW). A row is multiplied when it is read or trained.
         max_norm: Rows with a larger Euclidean norm are scaled down to it after their update; None: no limit.
         optimizer: The table's own: a name, a class or an instance, as for the Trainer. None: the Trainer's.
         optimizer_params: Its options. Without `learning_rate` it has the learning rate of the parameter's group in the
@@ -74,6 +77,7 @@ class Embedding(nn.Module):
         max_rows: int = 0,
         evict: str = "lru",
         padding_idx: int | None = None,
+        weight_decay: float = 0.0,
         max_norm: float | None = None,
         optimizer: str | type | Optimizer | torch.optim.Optimizer | None = None,
         optimizer_params: Mapping[str, Any] | None = None,
@@ -84,9 +88,12 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         scale = float(scale) if check.is_number(scale) else scale
+        decay = check.number("weight_decay", weight_decay, 0)
         limit = 0.0 if max_norm is None else check.number("max_norm", max_norm, above=0)
         own = _described(optimizer, optimizer_params)
-        options = HashTableOptions(seed, init, scale, admit_after, expire_after, max_rows, evict, limit, own)
+        options = HashTableOptions(
+            seed, init, scale, admit_after, expire_after, max_rows, evict, decay, limit, own
+        )
         self.weight = HashTableParameter(
             dim, options, dtype=dtype, device=device, cache_rows=cache_rows, cache_age=cache_age
         )
@@ -187,7 +194,7 @@ def _described(
         raise ConfigurationError(f"optimizer_params={params!r:.80} needs the name of an optimizer beside it")
     options = {} if params is None else check.mapping("optimizer_params", params)
     built = create_optimizer(optimizer, **options)
-    check_hash_table("this table", built, built.hyper)
+    check_hash_table("this table", HashTableOptions(), built, built.hyper)
     has_rate = not isinstance(optimizer, str | type) or bool(options.keys() & {"learning_rate", "lr"})
     return describe_table_optimizer(built, has_rate)
 

@@ -130,7 +130,8 @@ class AgreedOptions:
                 if spec.hash_table is None:
                     optimizer.check_key(spec.key, spec.shape, row)
                 else:
-                    check_hash_table(spec.key, table_optimizer(spec.hash_table, optimizer)[0], row)
+                    own, _ = table_optimizer(spec.hash_table, optimizer)
+                    check_hash_table(spec.key, spec.hash_table, own, row)
             cached = self._cached = (packed, rate, optimizer, rows)
         return cached[3]
 

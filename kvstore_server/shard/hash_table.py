@@ -11,6 +11,9 @@ table grows without copying anything. Rows that may not come yet are counted in 
 With a `Journal`, the arrays are in memory that outlives the process, and rows are protected before they are written. A
 process that finds the arrays of a former one rebuilds only the index (`restore`).
 
+Weight decay is lazy: `_DECAY` is the sum of the logarithms of the factors of all rounds so far, and each row has what
+that was when the row was multiplied last. Whoever reads or updates a row multiplies it by what has come since.
+
 Invariants:
 
 - What happens to a row depends on the updates of the table alone, never on its slot, on the time, or on what else is
@@ -155,6 +158,16 @@ def limit_norms(rows: Tensor, max_norm: float) -> Ints:
     return changed
 
 
+def multiply_rows(rows: Tensor, logarithms: npt.NDArray[np.float64]) -> None:
+    """Multiply each row by a factor, given by its logarithm."""
+    if not logarithms.any():
+        return
+    # By Python, once for each factor: vector loops round some of them differently.
+    distinct, places = np.unique(logarithms, return_inverse=True)
+    factors = torch.tensor([math.exp(one) for one in distinct.tolist()], dtype=torch.float64, device="cpu")
+    rows.copy_(rows.double().mul_(factors[torch.from_numpy(places)][:, None]))
+
+
 _NORM_EPSILON = 1e-7
 """torch adds this to a norm that it divides by, so that the scaled row is not above the limit by rounding."""
 
@@ -248,22 +261,27 @@ def table_optimizer(options: HashTableOptions | None, default: Optimizer) -> tup
     )
 
 
-def check_hash_table(name: str, optimizer: Optimizer, hyper: Hyper) -> None:
-    """Raise ConfigurationError if an optimizer does not update rows one by one, without knowing the others."""
+def check_hash_table(name: str, options: HashTableOptions, optimizer: Optimizer, hyper: Hyper) -> None:
+    """Raise ConfigurationError if an optimizer does not update rows one by one, without knowing the others, or if its
+    learning rate does not fit the table's weight decay.
+    """
+    if options.weight_decay and not hyper.get("lr", math.inf) * options.weight_decay < 1:
+        raise ConfigurationError(
+            f"the hash table {name!r} has weight_decay={options.weight_decay:g}, which with a learning rate of "
+            f"{hyper.get('lr')} leaves nothing of its rows; their product must be below 1"
+        )
     needs_all = type(optimizer).hyper_for_rows is not Optimizer.hyper_for_rows or optimizer.positioned
     if needs_all or optimizer.may_raise or not applies_to_rows_alone(optimizer, hyper):
-        options = [
-            f"{one}={hyper[one]}" for one in ("momentum", "weight_decay", "lazy_update") if one in hyper
-        ]
+        given = [f"{one}={hyper[one]}" for one in ("momentum", "weight_decay", "lazy_update") if one in hyper]
         raise ConfigurationError(
-            f"optimizer {optimizer.registered_name} with {', '.join(options) or 'these options'} cannot update hash "
+            f"optimizer {optimizer.registered_name} with {', '.join(given) or 'these options'} cannot update hash "
             f"table {name!r}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle "
             "of an update; use sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
         )
 
 
 _SLOT = np.dtype([("row", "<i8"), ("touched", "<i4"), ("count", "<i4")])
-_STEP, _HAS_STATE, _END, _SWEPT, _CANDIDATES_END, _CANDIDATES_SWEPT, _ROOM, _ADMITTED = range(8)
+_STEP, _HAS_STATE, _END, _SWEPT, _CANDIDATES_END, _CANDIDATES_SWEPT, _ROOM, _DECAY, _ADMITTED = range(9)
 _REFUSED, _EVICTED = _ADMITTED + HASH_SLICES, _ADMITTED + 2 * HASH_SLICES
 _HEAD = _ADMITTED + 3 * HASH_SLICES
 """Numbers of a table; those of what has happened are kept by slice."""
@@ -484,6 +502,11 @@ class HashTable:
         """The optimizer's state: numbers, and arrays with a row for each slot."""
         self.master: Tensor | None = None
         """float32 copies of half-precision weights."""
+        self._decay = self._head[_DECAY : _DECAY + 1].view(np.float64)
+        self._decayed: Tensor | None = None
+        """For each row, what `_decay` was when the row was multiplied last; None without weight decay."""
+        if options.weight_decay:
+            self._decayed = self._reserve("decayed", torch.float64, (1,))
         self._in_slice = np.zeros(HASH_SLICES, np.int64)
         self._histories = [new_history()] * HASH_SLICES
 
@@ -529,11 +552,13 @@ class HashTable:
         forms = np.where(slots < 0, INITIAL, SENT).astype(np.uint8)
         if held is not None and held.epoch == self.epoch:
             # A row that is there has not changed since it was updated last, and came with an update, too.
-            touched = self.slots.touched[np.maximum(slots, 0)]
+            touched = self.slots.touched[np.maximum(slots, 0)] if self._decayed is None else self.step
             forms[(slots >= 0) & (held.steps >= touched) & (held.steps <= self.step)] = SAME
         sent = torch.from_numpy(slots[forms == SENT])
         data, values = new_pulled_rows(self.step, self.epoch, forms, self.width, self.dtype)
         torch.index_select(self.weights, 0, sent, out=values)
+        if self._decayed is not None:
+            multiply_rows(values, self._decay - self._decayed.index_select(0, sent)[:, 0].numpy())
         return data
 
     def read_former(self, rows: Ints, former: FormerRows) -> Tensor:
@@ -546,6 +571,7 @@ class HashTable:
         if head is None:
             return self.read(rows)  # the table has not changed
         step, end = head[1].view(torch.int64)[0, [_STEP, _END]].tolist()
+        decay = float(head[1].view(torch.float64)[0, _DECAY])
         # 1. The slots that were changed: which rows they had, and when these were updated.
         found = former(self.slots.memory)
         changed, slots = (np.zeros(0, np.int64), np.zeros(0, _SLOT))
@@ -564,19 +590,24 @@ class HashTable:
         if self.options.expire_after:
             at[touched < step + 1 - self.options.expire_after] = -1
         # 3. Their weights then.
-        values, before = self._read_slots(rows, at), former(self.weights)
-        if before is not None and len(before[0]):
-            place = np.minimum(before[0].searchsorted(at), len(before[0]) - 1)
-            were_changed = (before[0][place] == at) & (at >= 0)
-            values[torch.from_numpy(were_changed)] = before[1][torch.from_numpy(place[were_changed])]
-        return values
+        values = _former_rows(self.weights, at, former)
+        if self._decayed is not None:
+            multiply_rows(values, decay - _former_rows(self._decayed, at, former)[:, 0].numpy())
+        return self._with_initial(rows, at, values)
 
     def _read_slots(self, rows: Ints, slots: Ints) -> Tensor:
-        found = self.weights.index_select(0, torch.from_numpy(np.maximum(slots, 0)))
+        where = torch.from_numpy(np.maximum(slots, 0))
+        found = self.weights.index_select(0, where)
+        if self._decayed is not None:
+            multiply_rows(found, self._decay - self._decayed.index_select(0, where)[:, 0].numpy())
+        return self._with_initial(rows, slots, found)
+
+    def _with_initial(self, rows: Ints, slots: Ints, values: Tensor) -> Tensor:
+        """Replace the values of rows that have no slot by their initial values."""
         missing = np.flatnonzero(slots < 0)
         if len(missing):
-            found[torch.from_numpy(missing)] = self._initial(rows[missing])
-        return found
+            values[torch.from_numpy(missing)] = self._initial(rows[missing])
+        return values
 
     def _have_expired(self, slots: RowSlots, which: Ints) -> npt.NDArray[np.bool_]:
         """Return whether rows are gone for the next update."""
@@ -620,6 +651,8 @@ class HashTable:
             slots, times, values = slots[here], times[here], values.index_select(0, torch.from_numpy(here))
         self._protect_rows(slots)
         self.slots.touch(slots, now, times)
+        if self._decayed is not None:
+            self._decay_rows(torch.from_numpy(slots), hyper["lr"])
         self._apply(optimizer, torch.from_numpy(slots), values, hyper)
         if self.options.max_norm:
             self._limit_norms(torch.from_numpy(slots))
@@ -637,7 +670,7 @@ class HashTable:
             self._protect(array, slots)
 
     def _arrays(self) -> list[Tensor]:
-        own = [] if self.master is None else [self.master]
+        own = [one for one in (self.master, self._decayed) if one is not None]
         return [self.weights, *filter(_is_array, self.values.values()), *own]
 
     def _apply(self, optimizer: Optimizer, slots: Tensor, grads: Tensor, hyper: Hyper) -> None:
@@ -649,6 +682,19 @@ class HashTable:
             update_rows_with_state(optimizer, self.weights, slots, grads, state, hyper, self._new_entry)
             self.values = state.values
         self._keep_entries()
+
+    def _decay_rows(self, slots: Tensor, lr: float) -> None:
+        """Multiply rows by the factors of this round and of those since they were multiplied last."""
+        assert self._decayed is not None
+        self._decay += math.log1p(-lr * self.options.weight_decay)
+        logarithms = self._decay - gather_rows(self._decayed, slots, 0)[:, 0].numpy()
+        rows = gather_rows(self.weights if self.master is None else self.master, slots, 0)
+        multiply_rows(rows, logarithms)
+        if self.master is not None:
+            scatter_rows(self.master, slots, rows)
+        scatter_rows(self.weights, slots, rows.to(self.dtype))
+        now = torch.full((len(slots), 1), float(self._decay[0]), dtype=torch.float64, device="cpu")
+        scatter_rows(self._decayed, slots, now)
 
     def _limit_norms(self, slots: Tensor) -> None:
         """Limit the norms of rows that were updated."""
@@ -705,6 +751,7 @@ class HashTable:
             slots.touched[live] = 1
         self._head[_STEP] = self._head[_HAS_STATE] = 0
         self.values, self.master = {}, None
+        self.epoch += 1
         self._histories = [new_history()] * HASH_SLICES
 
     # ---------------------------------------------------------------- rows that come
@@ -771,6 +818,9 @@ class HashTable:
         self.slots.counts[slots] = counts
         where = torch.from_numpy(slots)
         scatter_rows(self.weights, where, weights)
+        if self._decayed is not None:
+            decay = torch.full((len(slots), 1), float(self._decay[0]), dtype=torch.float64, device="cpu")
+            scatter_rows(self._decayed, where, decay)
         self._initialise(optimizer, where, weights)
         coming = self._count_by_slice(rows)
         self._in_slice += coming
@@ -861,9 +911,18 @@ class HashTable:
             own = own[~has_expired]
             if len(own) <= most:
                 continue
-            rows, ages, counts = slots.rows[own], slots.touched[own], slots.counts[own]
-            order = np.lexsort((rows, counts, ages) if self.options.evict == "lru" else (rows, ages, counts))
+            order = self._order_of_eviction(own)
             self._remove(own[order[: len(own) - (most - most // _CROWDED)]])
+
+    def _order_of_eviction(self, slots: Ints) -> Ints:
+        """Return the order in which rows go; ties by the other counts, and then by row number."""
+        rows, ages, counts = self.slots.rows[slots], self.slots.touched[slots], self.slots.counts[slots]
+        if self.options.evict == "lru":
+            return np.lexsort((rows, counts, ages))
+        if self.options.evict == "lfu":
+            return np.lexsort((rows, ages, counts))
+        norms = torch.linalg.vector_norm(self._read_slots(rows, slots).double(), dim=1).numpy()
+        return np.lexsort((rows, norms))
 
     # ---------------------------------------------------------------- slices, to be moved and saved
 
@@ -890,6 +949,8 @@ class HashTable:
             if slots is self.slots:
                 for name, array in self._named_arrays().items():
                     found[name] = array.index_select(0, torch.from_numpy(which))
+        if self._decayed is not None:
+            found["decay"] = float(self._decay[0])
         figures = self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]]
         found["figures"] = torch.from_numpy(figures)[None]
         found |= {f"{_STATE}{name}": value for name, value in self.values.items() if not _is_array(value)}
@@ -897,6 +958,7 @@ class HashTable:
 
     def _named_arrays(self) -> dict[str, Tensor]:
         own = {} if self.master is None else {"wide weights": self.master}
+        own |= {} if self._decayed is None else {"decayed": self._decayed}
         state = {f"{_STATE}{name}": value for name, value in self.values.items() if _is_array(value)}
         return {"weights": self.weights, **own, **state}
 
@@ -932,7 +994,7 @@ class HashTable:
         rows = {begin: _checked_rows(given, begin, number, step) for begin in ("", _CANDIDATE)}
         arrays = {
             name: value for name, value in given.items()
-            if _is_array(value) and (name in ("weights", "wide weights") or name.startswith(_STATE))
+            if _is_array(value) and (name in ("weights", "wide weights", "decayed") or name.startswith(_STATE))
         }  # fmt: skip
         self._check_arrays(arrays, given, len(rows[""]))
         figures = given.get("figures")
@@ -961,6 +1023,7 @@ class HashTable:
         self._in_slice[number] = len(rows[""])
         self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]] = np.asarray(figures)[0]
         self._head[_STEP] = step
+        self._decay[0] = given.get("decay", 0.0)
         self._histories[number] = history or new_history()
         self._keep_entries()
 
@@ -971,6 +1034,8 @@ class HashTable:
         shapes = {name: tuple(array.shape[1:]) for name, array in self._named_arrays().items()}
         shapes["wide weights"] = (self.width,)
         fits = "weights" in arrays and arrays["weights"].dtype == self.dtype
+        fits &= isinstance(given.get("decay", 0.0), float)
+        fits &= self._decayed is not None or "decayed" not in arrays
         for name, value in arrays.items():
             shape = tuple(value.shape[1:])
             fits &= (
@@ -1032,6 +1097,16 @@ def _copied_numbers(column: npt.NDArray[Any], which: Ints) -> Tensor:
     dtype = torch.int64 if column.itemsize == 8 else torch.int32
     found = torch.empty(len(which), dtype=dtype, device="cpu")
     found.numpy()[:] = column[which]
+    return found
+
+
+def _former_rows(array: Tensor, slots: Ints, former: FormerRows) -> Tensor:
+    """Copy rows as the last change found them; any for a slot of -1."""
+    found, before = array.index_select(0, torch.from_numpy(np.maximum(slots, 0))), former(array)
+    if before is not None and len(before[0]):
+        place = np.minimum(before[0].searchsorted(slots), len(before[0]) - 1)
+        were_changed = (before[0][place] == slots) & (slots >= 0)
+        found[torch.from_numpy(were_changed)] = before[1][torch.from_numpy(place[were_changed])]
     return found
 
 

@@ -394,6 +394,9 @@ def _table_state_problem(state: State, spec: TensorSpec, optimizer: Optimizer) -
     """Return how the optimizer's state of rows differs from what the table's optimizer keeps; empty if it does not."""
     own, _ = table_optimizer(spec.hash_table, optimizer)
     trial = trial_state(own, own.hyper, spec._replace(shape=(1, row_numel(spec))))
+    has_decay = spec.hash_table is not None and bool(spec.hash_table.weight_decay)
+    if "decayed" in state and not has_decay:
+        return "PARAMETERS was saved with weight_decay, and has none here"
     names = {name.removeprefix("state ") for name in state if name.startswith("state ")}
     if trial is not None and names:
         expected = set(flatten_trees(trial))
@@ -602,7 +605,12 @@ def pack_state_file(saved: SavedStates, identity: str = "") -> tuple[dict[str, T
         tensors |= {_state_tensor_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
         others = {entry: value for entry, value in entries.items() if entry not in found}
         rows.append(
-            {**row, "numbers": {entry: encode_state_entry(name, entry, one) for entry, one in others.items()}}
+            {
+                **row,
+                "numbers": {
+                    entry: encode_state_entry(name, entry, one) for entry, one in sorted(others.items())
+                },
+            }
         )
     # 2. Everything else becomes JSON.
     content = {**vars(saved), "parameters": rows}

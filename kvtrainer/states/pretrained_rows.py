@@ -20,7 +20,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.apply import create_state_of_rows
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import HASH_SLICES, Plan, slices_of_hashes
-from kvstore_server.shard.hash_table import limit_norms, table_optimizer
+from kvstore_server.shard.hash_table import limit_norms, multiply_rows, table_optimizer
 from kvstore_server.shard.id_index import Ints, ids_of_rows, row_numbers
 from kvtrainer.common.progress import track_progress
 from kvtrainer.common.tensors import flatten_id_tensor, is_sparse_tensor, tensor_dtype_name
@@ -63,6 +63,8 @@ def rows_by_slice(plan: Plan, holder: OptimizerStateHolder, key: int) -> Iterato
         rows, weights = entries["rows"], entries["weights"]
         assert isinstance(rows, Tensor)
         assert isinstance(weights, Tensor)
+        if (decayed := entries.get("decayed")) is not None:
+            multiply_rows(weights, entries["decay"] - np.asarray(decayed)[:, 0])
         yield ids_of_rows(rows.numpy()), weights
 
 
@@ -126,6 +128,7 @@ def _state_of_new_rows(
         "counts": torch.zeros(count, dtype=torch.int32, device="cpu"),
         "weights": weights,
         "wide weights": wide,
+        "decayed": torch.full((count, 1), state.get("decay", 0.0), dtype=torch.float64, device="cpu"),
     }
     created = create_state_of_rows(optimizer, wide)
     for name, value in state.items():

@@ -37,7 +37,7 @@ class Worker:
         self.rank, self.workers = rank, workers
         self.table = kvtrainer.Embedding(8, **{"admit_after": 2, "expire_after": 6, **options})
         self.bags = kvtrainer.EmbeddingBag(
-            8, mode="sum", max_rows=256, seed=1, max_norm=2.5, optimizer="rowadam",
+            8, mode="sum", max_rows=256, seed=1, max_norm=2.5, weight_decay=0.01, optimizer="rowadam",
             cache_rows=options.get("cache_rows", 0),
         )  # fmt: skip
         self.linear = torch.nn.Linear(8, 1)

@@ -258,6 +258,8 @@ def test_bags_that_do_not_fit_are_refused(ids: Any, offsets: Any, weights: Any) 
         {"dim": 0},
         {"dim": 2.0},
         {"evict": "random"},
+        {"weight_decay": -0.1},
+        {"weight_decay": float("inf")},
         {"max_norm": 0.0},
         {"max_norm": float("nan")},
         {"max_norm": "1"},

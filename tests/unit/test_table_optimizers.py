@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kvtrainer
-from kvtrainer.errors import StateMismatchError, UnknownNameError
+from kvtrainer.errors import ConfigurationError, StateMismatchError, UnknownNameError
 
 Row = list[float]
 Step = Callable[[Row, Row, dict[str, Any]], Row]
@@ -218,6 +218,46 @@ def test_rows_have_at_most_the_largest_norm_as_in_torch(dtype: torch.dtype) -> N
         assert float(ours.norm(dim=1).max()) <= 1 + slack
         assert float(ours.norm(dim=1).min()) < 0.9
         assert torch.allclose(ours, expected, atol=slack)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowadam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_decay_is_that_of_a_dense_parameter(optimizer: str, dtype: torch.dtype) -> None:
+    # What these optimizers add to a row does not depend on the row, so a table without decay tells it.
+    multi = {"multi_precision": True} if dtype is torch.bfloat16 else {}
+    decayed = kvtrainer.Embedding(WIDTH, weight_decay=0.05, dtype=dtype)
+    plain = kvtrainer.Embedding(WIDTH, init="constant", scale=0.0, dtype=torch.float64)
+    ids, generator = torch.arange(12), torch.Generator().manual_seed(0)
+    rates = [0.5, *torch.rand(60, generator=generator).tolist()]
+    batches = [ids, *[torch.randperm(12, generator=generator)[:4] for _ in rates[1:]]]
+    with (
+        kvtrainer.Trainer({"t": decayed}, optimizer, {"learning_rate": 0.5, **multi}, kvstore="local") as one,
+        kvtrainer.Trainer({"t": plain}, optimizer, {"learning_rate": 0.5}, kvstore="local") as other,
+    ):
+        expected, before = decayed(ids).detach().double(), plain(ids).detach()
+        for some, rate in zip(batches, rates, strict=True):
+            grads = torch.randn(len(some), WIDTH, generator=generator).to(dtype)
+            for table, trainer in ((decayed, one), (plain, other)):
+                trainer.set_learning_rate(rate)
+                table(some).backward(grads.to(table.weight.dtype))
+                trainer.step(1)
+                table.weight.grad = None
+            after = plain(ids).detach()
+            expected, before = expected * (1 - rate * 0.05) + (after - before), after
+        found = decayed(ids).detach().double()
+    slack = 1e-6 if dtype is torch.float32 else 2**-8  # half precision is read rounded
+    assert torch.allclose(found, expected, rtol=slack, atol=slack)
+    assert not torch.allclose(found, before, rtol=0.1)
+
+
+def test_a_learning_rate_that_leaves_nothing_of_a_row_is_refused() -> None:
+    table = kvtrainer.Embedding(WIDTH, weight_decay=0.5)
+    with kvtrainer.Trainer({"t": table}, "sgd", {"learning_rate": 2.0}, kvstore="local") as trainer:
+        before = table([1])
+        before.sum().backward()
+        with pytest.raises(ConfigurationError):
+            trainer.step(1)
+        assert torch.equal(table([1]), before)
 
 
 def test_states_of_another_optimizer_are_refused(tmp_path: Any) -> None:

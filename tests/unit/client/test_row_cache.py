@@ -74,6 +74,7 @@ OPTIONS = st.builds(
     expire_after=st.sampled_from([0, 2]),
     max_rows=st.just(0),
     evict=st.just("lru"),
+    weight_decay=st.sampled_from([0.0, 0.0, 0.25]),
     max_norm=st.sampled_from([0.0, 2.0]),
     optimizer=st.just(""),
 )

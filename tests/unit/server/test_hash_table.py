@@ -141,7 +141,7 @@ class Model:
     def update(self, grads: dict[int, float], times: dict[int, int]) -> None:
         self.forget()
         now = self.step + 1
-        for id_, grad in grads.items():
+        for id_ in grads:
             if id_ not in self.rows:
                 count = self.waiting.pop(id_, (0, 0))[1] + times[id_]
                 if count < self.options.admit_after:
@@ -150,7 +150,10 @@ class Model:
                     continue
                 self.rows[id_] = [self.initial[id_], now, count - times[id_]]
             row = self.rows[id_]
-            self.rows[id_] = [row[0] - grad, now, row[2] + times[id_]]
+            self.rows[id_] = [row[0], now, row[2] + times[id_]]
+        # The learning rate is 1.
+        for id_, row in self.rows.items():
+            row[0] = row[0] * (1 - self.options.weight_decay) - grads.get(id_, 0.0)
         self.step = now
         self.forget()
         self._evict(grads)
@@ -162,11 +165,11 @@ class Model:
         for slice_ in {_slice_of(id_) for id_ in grads}:
             own = [id_ for id_ in self.rows if _slice_of(id_) == slice_]
             if len(own) > most:
-                by_age = self.options.evict == "lru"
 
-                def rank(id_: int, by_age: bool = by_age) -> tuple[Any, ...]:
-                    _, age, count = self.rows[id_]
-                    return (age, count, _row(id_)) if by_age else (count, age, _row(id_))
+                def rank(id_: int) -> tuple[Any, ...]:
+                    value, age, count = self.rows[id_]
+                    by = {"lru": (age, count), "lfu": (count, age), "norm": (abs(value),)}
+                    return (*by[self.options.evict], _row(id_))
 
                 for id_ in sorted(own, key=rank)[: len(own) - (most - most // 10)]:
                     del self.rows[id_]
@@ -188,7 +191,8 @@ OPTIONS = st.builds(
     admit_after=st.sampled_from([1, 1, 2, 3]),
     expire_after=st.sampled_from([0, 1, 2, 5]),
     max_rows=st.sampled_from([0, 128, 256]),
-    evict=st.sampled_from(["lru", "lfu"]),
+    evict=st.sampled_from(["lru", "lfu", "norm"]),
+    weight_decay=st.sampled_from([0.0, 0.0, 0.5]),
     max_norm=st.just(0.0),
     optimizer=st.just(""),
 )
@@ -215,7 +219,8 @@ def test_rows_come_and_go_as_in_a_dictionary_wherever_they_are_moved(
         grads = torch.arange(1.0, len(times) + 1, dtype=torch.float64)
         update(table, list(times), grads[:, None], made, list(times.values()))
         model.update(dict(zip(times, grads.tolist(), strict=True)), times)
-        assert read(table, CROWDED)[:, 0].tolist() == [model.read(id_) for id_ in CROWDED]
+        found, expected = read(table, CROWDED)[:, 0].tolist(), [model.read(id_) for id_ in CROWDED]
+        assert found == (pytest.approx(expected, abs=1e-12) if options.weight_decay else expected)
         stats = table.stats()
         assert (stats.rows, stats.refused) == (len(model.rows), model.refused)
         assert stats.admitted - stats.evicted == len(table) >= stats.rows
@@ -488,12 +493,12 @@ def test_another_optimizer_begins_with_the_state_of_its_own() -> None:
 def test_an_optimizer_that_needs_all_rows_is_refused(name: str, options: dict[str, Any]) -> None:
     made = optimizer_and_options(name, options)
     with pytest.raises(ConfigurationError, match="'t'"):
-        check_hash_table("t", *made)
+        check_hash_table("t", HashTableOptions(), *made)
 
 
 @pytest.mark.parametrize(("name", "options"), EVERY_OPTIMIZER)
 def test_an_optimizer_that_updates_rows_one_by_one_is_accepted(name: str, options: dict[str, Any]) -> None:
-    check_hash_table("t", *optimizer_and_options(name, options))
+    check_hash_table("t", HashTableOptions(), *optimizer_and_options(name, options))
 
 
 def test_rows_that_changed_since_a_step_come_with_the_numbers_of_all() -> None:

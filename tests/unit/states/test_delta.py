@@ -24,7 +24,9 @@ class Job:
     """A table whose rows come and go, and a layer."""
 
     def __init__(self, optimizer: str = "adagrad", **options: Any) -> None:
-        self.table = kvtrainer.Embedding(3, admit_after=2, expire_after=4, max_rows=128, evict="lfu")
+        self.table = kvtrainer.Embedding(
+            3, admit_after=2, expire_after=4, max_rows=128, evict="lfu", weight_decay=0.1
+        )
         self.linear = torch.nn.Linear(3, 1, bias=False)
         for parameter in self.linear.parameters():
             torch.nn.init.constant_(parameter, 0.5)
