@@ -22,6 +22,7 @@ QUESTIONS = (
     "embeddings",
     "end_to_end",
     "key_scaling",
+    "large_tables",
     "latency",
     "merging",
     "recovery",
