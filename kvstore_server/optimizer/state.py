@@ -368,7 +368,7 @@ def _read_state_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) 
     if not size:
         return torch.empty(shape, dtype=kind, device="cpu")
     # Copied, because the message's memory is neither ours nor aligned.
-    return torch.frombuffer(bytearray(data[at : at + size]), dtype=kind).reshape(shape)
+    return torch.frombuffer(bytearray(memoryview(data)[at : at + size]), dtype=kind).reshape(shape)
 
 
 def _unpack_state_value(value: Any) -> StateValue | FlatStateEntry:

@@ -14,7 +14,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -34,13 +34,15 @@ from kvstore_server.tracing import Event, Trace, events_of
 from kvtrainer.client.rounds import Rounds
 from kvtrainer.client.row_reads import RowPulls
 from kvtrainer.client.saves import load, save
-from kvtrainer.client.session import Report, Session, SessionOptions, SessionTrace, Transport
+from kvtrainer.client.session import Calls, Report, Session, SessionOptions, SessionTrace, Transport
 from kvtrainer.client.shared_gradients import SharedGradients
 from kvtrainer.client.snapshot_schedule import SnapshotSchedule
 from kvtrainer.client.tables import RemoteTable
 
 _TABLES_PER_REGISTER = 64
 """Requests under way at once: more would only wait in the queues."""
+_STATES_IN_ADVANCE = 2
+"""Slices of each server whose state is requested before it is needed."""
 
 
 class Client:
@@ -217,24 +219,32 @@ class Client:
             self._session.call(server, m.SetOptimizer(packed))
             failpoint("worker.optimizer.next")
 
-    def get_states(self, table: RemoteTable, slices: Sequence[Slice], since: Sequence[int]) -> list[States]:
-        """Fetch the optimizer state of slices, each of another server, after this worker's last round.
+    def get_states(
+        self, table: RemoteTable, slices: Sequence[Slice], since: Sequence[int]
+    ) -> Iterator[States]:
+        """Yield the optimizer state of slices, after this worker's last round; some are requested in advance.
 
         Args:
             since: For each slice of a hash table a step; rows that were not updated after it are left out, except for
                 their numbers.
         """
         self.rounds.wait_pending(table)
-        requests = [
-            (slice_.server, m.GetState(table.numbers[slice_.server], slice_.index, step))
-            for slice_, step in zip(slices, since, strict=True)
-        ]
-        found = []
-        for slice_, reply in zip(slices, self._session.call_all(requests), strict=True):
-            assert isinstance(reply, m.SliceState)
-            found.append(unpack_states(slice_, reply.summary, reply.data))
-            found[-1].history = reply.history
-        return found
+        session, open_calls = self._session, deque[Calls]()
+        rest = iter(zip(slices, since, strict=True))
+        try:
+            for slice_ in slices:
+                most = _STATES_IN_ADVANCE * len(table.plan.servers)
+                for one, step in itertools.islice(rest, most - len(open_calls)):
+                    number = table.numbers[one.server]
+                    open_calls.append(session.begin([(one.server, m.GetState(number, one.index, step))]))
+                [reply] = session.finish(open_calls.popleft())
+                assert isinstance(reply, m.SliceState)
+                found = unpack_states(slice_, reply.summary, reply.data)
+                found.history = reply.history
+                yield found
+        finally:
+            for calls in open_calls:
+                session.drop(calls)
 
     def put_state(self, table: RemoteTable, slice_: Slice, state: States) -> None:
         self.rounds.wait_pending(table)

@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -911,7 +911,7 @@ class _VerbsStateHolder:
     def __init__(self, client: Client, table: RemoteTable) -> None:
         self._client, self._table = client, table
 
-    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> list[States]:
+    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
         return self._client.get_states(self._table, pieces, since)
 
     def put_state(self, piece: Slice, state: States) -> None:

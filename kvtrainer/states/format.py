@@ -69,8 +69,8 @@ _STATE, _EXTRA = "state", "extra"
 class OptimizerStateHolder(Protocol):
     """Keeps optimizer state by slice, here or on a server."""
 
-    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> list[States]:
-        """Copy the state of slices that are each on another server; `since`: see `export_states`."""
+    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
+        """Yield a copy of the state of each slice. `since` has a step for each: see `export_states`."""
 
     def put_state(self, piece: Slice, state: States) -> None: ...
 
@@ -117,12 +117,12 @@ def export_states(
         marks: Gets the present moment of each hash table, by key.
     """
     pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
-    steps = since or {}
-    kept = {}
-    for batch in track_progress(_one_of_each_server(pieces), "collecting optimizer states"):
-        own = [steps.get(piece.segments[0].key, 0) if piece.segments else 0 for piece in batch]
-        for piece, states in zip(batch, holder.get_states(batch, own), strict=True):
-            kept[piece.index] = states
+    order, steps = _in_turns(pieces), since or {}
+    own = [steps.get(piece.segments[0].key, 0) if piece.segments else 0 for piece in order]
+    states_in_order = holder.get_states(order, own)
+    kept = {
+        piece.index: next(states_in_order) for piece in track_progress(order, "collecting optimizer states")
+    }
     found = {}
     nbytes = sum([tensor.nbytes for one in kept.values() for tensor in one.tensors.values()])
     with print_duration("putting optimizer states together", nbytes):
@@ -146,12 +146,13 @@ def export_states(
     return found
 
 
-def _one_of_each_server(pieces: Iterable[Slice]) -> list[list[Slice]]:
-    """Return the pieces in batches of at most one of each server, so that servers work at the same time."""
+def _in_turns(pieces: Iterable[Slice]) -> list[Slice]:
+    """Return the pieces of servers in turns, so that these work at the same time."""
     by_server: dict[int, list[Slice]] = {}
     for piece in pieces:
         by_server.setdefault(piece.server, []).append(piece)
-    return [[one for one in batch if one is not None] for batch in itertools.zip_longest(*by_server.values())]
+    turns = itertools.zip_longest(*by_server.values())
+    return [one for turn in turns for one in turn if one is not None]
 
 
 def _state_by_row(plan: Plan, key: int, state: State, is_interleaved: bool = True) -> State:
@@ -225,7 +226,10 @@ def import_states(
     # 1. Get the state of all slices concerned.
     if others_stay:
         pieces = [piece for key in states for piece in plan.slices_with(key)]
-        kept = {piece.index: holder.get_states([piece], [0])[0] for piece in pieces}
+        kept = {
+            piece.index: states
+            for piece, states in zip(pieces, holder.get_states(pieces, [0] * len(pieces)), strict=True)
+        }
     else:
         kept = {piece.index: States.of_slice(piece, device) for piece in plan.slices}
     # 2. Find the entries with one number per element, to tell them from scalars where a key has one element.

@@ -57,8 +57,10 @@ class PretrainedRows(NamedTuple):
 
 def rows_by_slice(plan: Plan, holder: OptimizerStateHolder, key: int) -> Iterator[tuple[Ints, Tensor]]:
     """Fetch the rows of a hash table slice by slice: their ids, and their weights. Blocks."""
-    for piece in track_progress(plan.slices_with(key), "fetching rows"):
-        [state] = holder.get_states([piece], [0])
+    pieces = plan.slices_with(key)
+    states = holder.get_states(pieces, [0] * len(pieces))
+    for _ in track_progress(pieces, "fetching rows"):
+        state = next(states)
         [entries] = state.entries
         rows, weights = entries["rows"], entries["weights"]
         assert isinstance(rows, Tensor)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -640,7 +640,7 @@ class StoreExchange(Exchange):
         if self.rows.wanted:
             self.rows.drop()
 
-    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> list[States]:
+    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
         slices = [self._table.plan.slices[piece.index] for piece in pieces]
         return self._client.get_states(self._table, slices, since)
 

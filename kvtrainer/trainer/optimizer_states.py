@@ -105,12 +105,12 @@ class ShardUpdate:
         given = RankContribution(self._runs[2], scale, absent, found, is_scratch=True, borrowed=borrowed)
         shard.update([given], self.optimizer, [hypers], decision=decision)
 
-    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> list[States]:
-        unit, found = self.shard.units[0], []
+    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
+        unit = self.shard.units[0]
         for piece, step in zip(pieces, since, strict=True):
-            found.append(self.shard.get_state(unit, piece.index, since=step))
-            found[-1].history = self.shard.history(unit, piece.index)
-        return found
+            found = self.shard.get_state(unit, piece.index, since=step)
+            found.history = self.shard.history(unit, piece.index)
+            yield found
 
     def put_state(self, piece: Slice, state: States) -> None:
         self.shard.put_state(self.shard.units[0], piece.index, state, state.history)

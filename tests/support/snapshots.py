@@ -160,6 +160,6 @@ class SnapshotJob:
         [table] = [self.exchange._table]
         found = []
         for piece in table.plan.slices:
-            states = self.client.get_states(table, [piece], [0])[0]
+            [states] = self.client.get_states(table, [piece], [0])
             found.append((states.steps.tolist(), {n: t.tolist() for n, t in sorted(states.tensors.items())}))
         return found

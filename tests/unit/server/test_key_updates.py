@@ -102,7 +102,7 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
     run_round(exchange, filled(plan, normal(1, torch.float16)), weights, 0.5)
     bucket, other = plan.slices_with(2)[0], plan.slices_with(1)[0]
     with pytest.raises(ProtocolError):
-        exchange.put_state(bucket, exchange.get_states([other], [0])[0])
+        exchange.put_state(bucket, *exchange.get_states([other], [0]))
     assert export_states(plan, exchange)[2]["exp_avg"].shape == (7, 13)
 
 

@@ -116,8 +116,9 @@ def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
     exchange.init(weights)
     local.apply(arenas(1, 2, 3), 1.0, [True] * 3, [optimizer.hyper] * 3, {}, UNCHANGED, {})
     for piece in PLAN.slices:
-        exchange.put_state(piece, local.get_states([piece], [0])[0])
-        assert exchange.get_states([piece], [0])[0].steps.tolist() == [1] * len(piece.segments)
+        exchange.put_state(piece, *local.get_states([piece], [0]))
+        [states] = exchange.get_states([piece], [0])
+        assert states.steps.tolist() == [1] * len(piece.segments)
     run_round(exchange, arenas(0, 0, 0), weights)
     assert same(weights, arenas(-0.5, -1, -1.5))
 
