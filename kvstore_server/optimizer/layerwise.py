@@ -209,7 +209,8 @@ class GroupAdaGrad(Optimizer):
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         history = state["history"]
         assert isinstance(history, Tensor)
-        history.add_(torch.mean(grad * grad, dim=1, keepdim=True, dtype=torch.float64))
+        norms = torch.linalg.vector_norm(grad, dim=1, keepdim=True, dtype=torch.float64)
+        history.add_(norms.square_().div_(grad.shape[1]))
         eps = hyper["eps"]
         root = (history + eps).sqrt_() if self.is_mxnet1 else history.sqrt().add_(eps)
         weight.sub_(grad.mul_(hyper["lr"]).div_(root))
