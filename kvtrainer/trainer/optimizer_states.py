@@ -310,6 +310,8 @@ class OptimizerStates:
         if not self._memory.parameters[key].requires_grad:
             return {}
         spec = self._memory.plan.specs[key]
+        if spec.hash_table is not None:
+            return {}  # it has no rows yet
         return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
 
     def _without_store_count(self, state: State) -> State:

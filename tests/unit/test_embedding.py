@@ -392,3 +392,15 @@ def test_a_collection_of_other_modules_is_refused(tables: Any) -> None:
     collection = kvtrainer.EmbeddingBagCollection({})
     with pytest.raises(ConfigurationError):
         collection["users"] = torch.nn.Linear(1, 1)
+
+
+def test_a_table_without_rows_has_no_state() -> None:
+    table, linear = kvtrainer.Embedding(3), torch.nn.Linear(3, 1)
+    with kvtrainer.Trainer({"table": table, "linear": linear}, "adagrad", kvstore="local") as trainer:
+        assert trainer.state[table.weight] == {}
+        state = trainer.state_dict()
+        assert list(state["state"]) == [0, 1]
+        trainer.load_state_dict(state)
+        linear(table([5])).sum().backward()
+        trainer.step(1)
+        assert trainer.state[table.weight]["rows"].tolist() == row_numbers(np.array([5])).tolist()
