@@ -186,6 +186,7 @@ def valid_bodies() -> list[Any]:
         m.Pull((0,), 0.01),
         m.PullRows(0, (0,), (rows,), (b"",), 0.01),
         m.PullRows(0, (2,), (struct.pack("<2q", -5, 7),), (b"",), 0.01),
+        m.PullRows(0, (2,), (struct.pack("<2q", -5, 7),), (struct.pack("<q2i", 3, 1, -1),), 0.01),
         contribution(
             [(_of_hash_table(), _rows_of_hash_table())],
             1, table=0, given=1, encoding=PACKED_ROWS, absent=((0, 0), (0, 1)),
