@@ -99,7 +99,7 @@ class Client:
         Args:
             tables: Name → keys, or a plan of them, which is laid over this job's servers.
             whole_keys: No key is spread over servers.
-            allow_single_server: Tables that are small for these servers are placed on one of them.
+            allow_single_server: Tables that are small for these servers, and stay so, are placed on one of them.
             delta_codec: New weights come back as changes, encoded by it.
             resumes: Servers may hold the tables already: this process goes on where an earlier one of its rank has
                 ended, see `RemoteTable.takeover`.
@@ -139,7 +139,8 @@ class Client:
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
         check_name("a table", name)
         plan = given if isinstance(given, Plan) else make_plan(given, 1, allow_integers=True)
-        one_server = plan.nbytes < spread_from
+        # A hash table grows, however small the plan says that it is.
+        one_server = plan.nbytes < spread_from and all(one.hash_table is None for one in plan.specs)
         return self.rounds.tables.add(name, plan.over(self.num_servers, whole_keys, one_server))
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]], resumes: bool) -> None:

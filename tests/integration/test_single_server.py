@@ -61,6 +61,20 @@ def test_weights_that_are_not_small_lie_on_all_servers(together: Servers) -> Non
     assert tables == [1, 1]
 
 
+def test_rows_of_a_hash_table_lie_on_all_servers_however_small_the_other_weights(together: Servers) -> None:
+    def body(store: DistKVStore, _: int) -> list[int]:
+        table, linear = kvtrainer.Embedding(4), torch.nn.Linear(4, 1)
+        with kvtrainer.Trainer({"t": table, "l": linear}, "adagrad", kvstore=store) as trainer:
+            linear(table(torch.arange(500))).sum().backward()
+            trainer.step(1)
+            held = [one["tables"][0]["hash_tables"]["t.weight"]["rows"] for one in trainer.server_stats()]
+        return sorted(held)
+
+    [[few, many]] = together.results(1, 2, body)
+    assert few + many == 500
+    assert few > 200
+
+
 def test_keys_of_the_verbs_are_spread_whatever_their_size(together: Servers) -> None:
     def body(store: DistKVStore, _: int) -> int:
         store.init("k", torch.ones(10_000))
