@@ -97,6 +97,9 @@ class Embedding(nn.Module):
         self.weight = HashTableParameter(
             dim, options, dtype=dtype, device=device, cache_rows=cache_rows, cache_age=cache_age
         )
+        if padding_idx is not None:
+            padding_idx = check.integer("padding_idx", padding_idx, -(2**63), 2**64 - 1)
+            padding_idx -= 2**64 if padding_idx >= 2**63 else 0
         self.padding_idx = padding_idx
 
     def forward(self, ids: Any) -> Tensor:

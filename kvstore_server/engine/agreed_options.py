@@ -132,6 +132,11 @@ class AgreedOptions:
                 else:
                     own, _ = table_optimizer(spec.hash_table, optimizer)
                     check_hash_table(spec.key, spec.hash_table, own, row)
+                    if optimizer.may_raise:  # an update of rows could not be taken back
+                        raise ConfigurationError(
+                            f"optimizer {optimizer.registered_name} may raise in the middle of a round, so it cannot "
+                            f"train parameters beside the hash table {spec.key!r}; use one that is built in"
+                        )
             cached = self._cached = (packed, rate, optimizer, rows)
         return cached[3]
 

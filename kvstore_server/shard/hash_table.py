@@ -265,10 +265,10 @@ def check_hash_table(name: str, options: HashTableOptions, optimizer: Optimizer,
     """Raise ConfigurationError if an optimizer does not update rows one by one, without knowing the others, or if its
     learning rate does not fit the table's weight decay.
     """
-    if options.weight_decay and not hyper.get("lr", math.inf) * options.weight_decay < 1:
+    if options.weight_decay and not 0 <= hyper.get("lr", math.inf) * options.weight_decay < 1:
         raise ConfigurationError(
-            f"the hash table {name!r} has weight_decay={options.weight_decay:g}, which with a learning rate of "
-            f"{hyper.get('lr')} leaves nothing of its rows; their product must be below 1"
+            f"the hash table {name!r} has weight_decay={options.weight_decay:g} and a learning rate of "
+            f"{hyper.get('lr')}; their product must be below 1, and not negative"
         )
     needs_all = type(optimizer).hyper_for_rows is not Optimizer.hyper_for_rows or optimizer.positioned
     if needs_all or optimizer.may_raise or not applies_to_rows_alone(optimizer, hyper):
@@ -1001,7 +1001,8 @@ class HashTable:
         is_figures = (
             isinstance(figures, Tensor) and figures.dtype is torch.int64 and tuple(figures.shape) == (1, 3)
         )
-        if not is_figures or not 0 <= step < _MAX_STEP or _PRESENT in given:
+        is_known = type(history) is int and 0 <= history < 1 << 63
+        if not is_figures or not is_known or not 0 <= step < _MAX_STEP or _PRESENT in given:
             raise ProtocolError(f"this is not a slice of hash table {self.name!r} after a number of updates")
         places = (("", self.slots), (_CANDIDATE, self._candidates))
         if not len(self._candidates.memory):
@@ -1034,7 +1035,8 @@ class HashTable:
         shapes = {name: tuple(array.shape[1:]) for name, array in self._named_arrays().items()}
         shapes["wide weights"] = (self.width,)
         fits = "weights" in arrays and arrays["weights"].dtype == self.dtype
-        fits &= isinstance(given.get("decay", 0.0), float)
+        fits &= is_half(self.weights) or "wide weights" not in arrays
+        fits &= _is_decay(given.get("decay", 0.0), arrays.get("decayed"))
         fits &= self._decayed is not None or "decayed" not in arrays
         for name, value in arrays.items():
             shape = tuple(value.shape[1:])
@@ -1108,6 +1110,14 @@ def _former_rows(array: Tensor, slots: Ints, former: FormerRows) -> Tensor:
         were_changed = (before[0][place] == slots) & (slots >= 0)
         found[torch.from_numpy(were_changed)] = before[1][torch.from_numpy(place[were_changed])]
     return found
+
+
+def _is_decay(decay: object, decayed: Tensor | None) -> bool:
+    """Return whether these can be the logarithms of a table's and its rows' factors: the table's is the smallest."""
+    if not isinstance(decay, float) or not -math.inf < decay <= 0:
+        return False
+    is_float = decayed is None or decayed.dtype is torch.float64
+    return is_float and (decayed is None or bool(((decayed >= decay) & (decayed <= 0)).all()))
 
 
 def _is_array(value: object) -> TypeGuard[Tensor]:

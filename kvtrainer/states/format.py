@@ -387,6 +387,11 @@ def _hash_table_problem(state: State, spec: TensorSpec) -> str:
             is_other = name == "figures" or name.startswith("candidate ") != bool(begin)
             if not is_other and isinstance(value, Tensor) and value.dim() and len(value) != len(rows):
                 return f"state {name!r} of PARAMETERS has {len(value)} rows, '{begin}rows' has {len(rows)}"
+        step, touched = int(float(state.get("step", 0))), state.get(f"{begin}touched")
+        if not isinstance(touched, Tensor) or touched.dtype is not torch.int32:
+            return f"state '{begin}touched' of PARAMETERS is not a list of steps"
+        if bool(((touched < 1) | (touched > max(step, 1))).any()):
+            return f"state '{begin}touched' of PARAMETERS has numbers that are not steps up to {step}"
     weights, figures = state.get("weights"), state.get("figures")
     shape = None if not isinstance(weights, Tensor) else list(weights.shape[1:])
     if shape != list(spec.shape[1:]) or not isinstance(figures, Tensor) or figures.shape != (HASH_SLICES, 3):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kvtrainer
+from kvstore_server.optimizer import registry
 from kvtrainer.errors import ConfigurationError, StateMismatchError, UnknownNameError
 
 Row = list[float]
@@ -250,11 +251,27 @@ def test_weight_decay_is_that_of_a_dense_parameter(optimizer: str, dtype: torch.
     assert not torch.allclose(found, before, rtol=0.1)
 
 
-def test_a_learning_rate_that_leaves_nothing_of_a_row_is_refused() -> None:
+@pytest.mark.parametrize("rate", [2.0, -0.1])
+def test_a_learning_rate_that_does_not_fit_the_weight_decay_is_refused(rate: float) -> None:
     table = kvtrainer.Embedding(WIDTH, weight_decay=0.5)
-    with kvtrainer.Trainer({"t": table}, "sgd", {"learning_rate": 2.0}, kvstore="local") as trainer:
+    with kvtrainer.Trainer({"t": table}, "sgd", {"learning_rate": rate}, kvstore="local") as trainer:
         before = table([1])
         before.sum().backward()
+        with pytest.raises(ConfigurationError):
+            trainer.step(1)
+        assert torch.equal(table([1]), before)
+
+
+def test_an_optimizer_that_may_raise_is_refused_beside_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Picky(kvtrainer.optimizer.Optimizer):
+        def update(self, weight: Tensor, grad: Tensor, state: Any, hyper: Any) -> None:
+            weight.sub_(grad)
+
+    monkeypatch.setitem(registry._registry, "picky", Picky)
+    table, linear = kvtrainer.Embedding(WIDTH, optimizer="sgd"), nn.Linear(WIDTH, 1)
+    with kvtrainer.Trainer({"t": table, "l": linear}, Picky(), kvstore="local") as trainer:
+        before = table([1])
+        linear(before).sum().backward()
         with pytest.raises(ConfigurationError):
             trainer.step(1)
         assert torch.equal(table([1]), before)
