@@ -68,6 +68,9 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--max-memory", "KVSTORE_MAX_MEMORY", memory_limit() // 5 * 4, int,
      "bytes for weights, sums and optimizer state of all jobs; memory shared with workers of the host gets what is "
      "left of it"),
+    ("--spill-dir", "KVSTORE_SPILL_DIR", "", str,
+     "directory on a local disk for rows of hash tables (kvtrainer.Embedding), so that they may be larger than memory; "
+     "they do not count against --max-memory then"),
     ("--max-namespaces", "KVSTORE_MAX_NAMESPACES", EngineConfig.max_namespaces, int,
      "how many Trainers and stores the server accepts at the same time"),
     ("--forget-after", "KVSTORE_FORGET_AFTER", EngineConfig.forget_after, float,
@@ -193,6 +196,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
                 restart_timeout=flags.restart_timeout,
                 state_dir=flags.state_dir,
                 snapshot_every=flags.snapshot_every,
+                spill_dir=flags.spill_dir,
                 keys=read_server_keys(flags.keys) if flags.keys not in ("", KEYS_OFF) else None,
             )
             if options.keys is None and not _is_bind_flag_local(flags.bind):

@@ -38,6 +38,7 @@ from kvstore_server.client_rates import ClientRates
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.durable.fd_store import SupervisorFdStore, descriptors_from_fd_store, fd_store_address
 from kvstore_server.durable.snapshot_folder import SnapshotFolder
+from kvstore_server.durable.spill_folder import SpillFolder
 from kvstore_server.engine.durability import Durability, DurabilityContents, Head, read_durability
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.memory import available_memory, return_free_memory
@@ -116,6 +117,7 @@ class ServerOptions:
         state_dir: The directory of snapshots; empty: there are none.
         snapshot_every: How often snapshots are taken.
         keys: The server's key, and its clients; None: it serves everybody who connects.
+        spill_dir: The directory for rows of hash tables; empty: they are in memory.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -127,6 +129,7 @@ class ServerOptions:
     state_dir: str = ""
     snapshot_every: SnapshotPeriod = DEFAULT_PERIOD
     keys: ServerKeys | None = None
+    spill_dir: str = ""
 
 
 class Service(Protocol):
@@ -159,10 +162,11 @@ def make_server(
         environ: Says where the supervisor is; the variables that say what it passed are removed.
 
     Raises:
-        ConfigurationError: Like `Server`; or the directory of snapshots cannot be used.
+        ConfigurationError: Like `Server`; or the directory of snapshots, or that of rows, cannot be used.
         RecoveryError: What was left is damaged, is of another server, or cannot be kept further.
     """
-    # 1. What an earlier process has left, and the directory of snapshots.
+    # 1. What an earlier process has left, and the directories.
+    spill = SpillFolder(options.spill_dir) if options.spill_dir else None
     config, options, durability, stored = _open_server_durability(
         config, options, {} if environ is None else environ
     )
@@ -174,7 +178,7 @@ def make_server(
     identity = {name: getattr(config, name) for name in ("server", "num_servers", "capability")}
     snapshots = None if folder is None else partial(Snapshots, folder, options.snapshot_every, identity)
     leases = Leases()
-    engine = Engine(config, leases, clock, durability=durability, snapshots=snapshots)
+    engine = Engine(config, leases, clock, durability=durability, snapshots=snapshots, spill=spill)
     engine.budget.available = available_memory
     try:
         listener = ChannelListener(

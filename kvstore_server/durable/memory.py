@@ -1,4 +1,5 @@
-"""Memory that outlives the process: anonymous files (memfd) whose descriptors a supervisor keeps.
+"""Memory that outlives the process: files without a name, in memory (memfd) or on a disk, whose descriptors a
+supervisor keeps.
 
 A `DurableRegion` is one such file, mapped shared and writable. It has a number, which is part of its name in the store,
 and a key that says what it is for; the log contains both. Nothing here says whether the contents are consistent: that
@@ -30,12 +31,13 @@ _OWNER_READS = 0o400
 
 
 class DurableRegion:
-    """One memory file.
+    """One file.
 
     Attributes:
         number: Identifies it among all regions that a server ever had.
         key: What it is for.
         fd: Open as long as the region exists, or until `close`.
+        arena: The mapping.
         bytes: The memory; `data` is the same memory as a tensor. It stays mapped as long as one of them is referenced.
     """
 
@@ -43,10 +45,10 @@ class DurableRegion:
         self.number, self.key, self.fd = number, key, fd
         self.close = weakref.finalize(self, os.close, fd)
         self.close.atexit = False
-        mapping = SharedArena(os.dup(fd), number)
-        self.bytes: Bytes = mapping.bytes
-        self.data: Tensor = mapping.data
-        self.nbytes = mapping.nbytes
+        self.arena = SharedArena(os.dup(fd), number)
+        self.bytes: Bytes = self.arena.bytes
+        self.data: Tensor = self.arena.data
+        self.nbytes = self.arena.nbytes
         self.address = self.data.data_ptr()
 
 
@@ -78,8 +80,11 @@ class DurableMemory:
         self.last = 0
         """The highest number so far."""
 
-    def take(self, key: str, nbytes: int) -> DurableRegion:
+    def take(self, key: str, nbytes: int, make_file: Callable[[int], int] | None = None) -> DurableRegion:
         """Return the region with that key; a new one, of zeros, if it does not exist.
+
+        Args:
+            make_file: Makes the file of a new one, given its size, and returns the descriptor; None: it is in memory.
 
         Raises:
             RecoveryError: It has another size.
@@ -87,7 +92,7 @@ class DurableMemory:
         """
         found = self._by_key.get(key)
         if found is None:
-            return self._make(key, nbytes)
+            return self._make(key, nbytes, make_file or _make_memory_file)
         if found.nbytes != nbytes:
             raise RecoveryError(
                 f"memory {found.number} of this server ({key}) has {found.nbytes} bytes, {nbytes} are needed"
@@ -97,27 +102,15 @@ class DurableMemory:
     def known(self, key: str) -> DurableRegion | None:
         return self._by_key.get(key)
 
-    def _make(self, key: str, nbytes: int) -> DurableRegion:
+    def _make(self, key: str, nbytes: int, make_file: Callable[[int], int]) -> DurableRegion:
         self.last += 1
         try:
-            fd = os.memfd_create("kvstore-durable", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise MemoryError(f"there is no memory for {key}: {error}") from None
-        try:
-            region = None
-            os.ftruncate(fd, max(nbytes, 1))
-            # No seal against later writable mappings: the next process needs one. Workers get a descriptor that is
-            # open for reading only, and the mode keeps them from opening it again by mistake.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            os.fchmod(fd, _OWNER_READS)
-            region = DurableRegion(self.last, key, fd)
+            region = DurableRegion(self.last, key, make_file(max(nbytes, 1)))
         except (OSError, ValueError) as error:
-            if region is None:
-                os.close(fd)
             raise MemoryError(f"there is no memory of {nbytes} bytes for {key}: {error}") from None
         failpoint("server.memory.made")
         try:
-            self._store.store(f"{REGION}{region.number}", fd)
+            self._store.store(f"{REGION}{region.number}", region.fd)
         except RecoveryError as error:
             raise MemoryError(f"{nbytes} bytes for {key} cannot be kept: {error}") from None
         failpoint("server.memory.stored")
@@ -155,6 +148,20 @@ class DurableMemory:
             failpoint("server.memory.drop")
             self._store.remove(f"{REGION}{number}")
             region.close()
+
+
+def _make_memory_file(nbytes: int) -> int:
+    fd = os.memfd_create("kvstore-durable", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        # No seal against later writable mappings: the next process needs one. Workers get a descriptor that is
+        # open for reading only, and the mode keeps them from opening it again by mistake.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        os.fchmod(fd, _OWNER_READS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def typed_durable_memory(memory: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -33,6 +33,7 @@ from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandAnswer, CommandContext, Commands, repeated_answer
 from kvstore_server.debug_log import Peer
 from kvstore_server.durable.snapshot_folder import SnapshotName, StoredSnapshot
+from kvstore_server.durable.spill_folder import SpillFolder
 from kvstore_server.engine import pipelined
 from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
@@ -177,6 +178,7 @@ class Engine:
         tokens: Callable[[], int] = random_token,
         durability: Durability | None = None,
         snapshots: Callable[[Budget], Snapshots] | None = None,
+        spill: SpillFolder | None = None,
     ) -> None:
         """
         Args:
@@ -184,6 +186,7 @@ class Engine:
             tokens: Returns secret 64-bit tokens for sessions.
             durability: Lets the state outlive the process; None: it does not. See `restore` and `begin_log`.
             snapshots: Makes what writes snapshots, given the memory account; None: there are none.
+            spill: Where rows of hash tables are; None: in memory.
         """
         # 1. What it works on, and with.
         self.config = config
@@ -206,7 +209,7 @@ class Engine:
         # 3. Its parts.
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
-        self._durability = durability
+        self._durability, self._spill = durability, spill
         self._changes = MemberChanges(config, self._fence)
         self.snapshots = None if snapshots is None else snapshots(self.budget)
         self._reads = None if self.snapshots is None else StoredReads(self.snapshots.run)
@@ -1244,7 +1247,17 @@ class Engine:
         durable = None if self._durability is None else self._durability.begin(name, number)
         resumable = self._resumable.setdefault(_job_of(name), set())
         space = Namespace(
-            name, num_workers, mode, self.config, self.budget, self._leases, now, resumable, durable, views
+            name,
+            num_workers,
+            mode,
+            self.config,
+            self.budget,
+            self._leases,
+            now,
+            resumable,
+            durable,
+            views,
+            self._spill,
         )
         space.membership.is_used_again = name in self._finished
         space.lineage = self._lineages.get(_job_of(name), Lineage())

@@ -33,6 +33,7 @@ from kvstore_server.budget import Budget
 from kvstore_server.codec import Codec, make_codec, torch_dtype
 from kvstore_server.debug_log import debug_log
 from kvstore_server.durable.journal import Journal
+from kvstore_server.durable.spill_folder import SpillFolder
 from kvstore_server.engine.agreed_options import AgreedOptimizer
 from kvstore_server.engine.changes import ImageChanges
 from kvstore_server.engine.facts import waits_of, workers_of
@@ -206,11 +207,13 @@ class Namespace:
         resumable: set[int] | None = None,
         durable: tuple[Journal, str, Callable[[], object]] | None = None,
         views: Views | None = None,
+        spill: SpillFolder | None = None,
     ) -> None:
         """
         Args:
             durable: The journal, a prefix for its memory, and what is called with every change; see `durability`.
             views: The members, if these may change; None: all workers, always.
+            spill: Where rows of hash tables are; None: in memory.
         """
         # 1. Who takes part, and which rounds are open.
         self.name = name
@@ -250,7 +253,7 @@ class Namespace:
         journal, prefix, mark = durable or (None, "", None)
         self.changes = None if mark is None else ImageChanges(mark, BoundedCache(self.rounds.slots))
         """What the next image contains; None: the state ends with the process."""
-        self.shard = Shard(leases, journal, prefix)
+        self.shard = Shard(leases, journal, prefix, spill)
         space = weakref.proxy(self)  # no cycle: the memory of a namespace is free when it ends
         self.shard.claim = lambda nbytes, what: space.claim(nbytes, what)
         """The numbers of all tables."""

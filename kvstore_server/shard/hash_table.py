@@ -14,6 +14,10 @@ process that finds the arrays of a former one rebuilds only the index (`restore`
 Weight decay is lazy: `_DECAY` is the sum of the logarithms of the factors of all rounds so far, and each row has what
 that was when the row was multiplied last. Whoever reads or updates a row multiplies it by what has come since.
 
+With `SpilledMemory`, weights and optimizer state are in files on a disk, and a table may be larger than memory.
+`RowSlots` are in memory, because they are searched all the time. Before an update changes anything, blocks of the disk
+are allocated for all rows that may come, also in arrays of the state that this update creates.
+
 Invariants:
 
 - What happens to a row depends on the updates of the table alone, never on its slot, on the time, or on what else is
@@ -43,6 +47,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype, torch_dtype
+from kvstore_server.durable.spill_folder import SpilledMemory
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.apply import (
@@ -131,6 +136,12 @@ def slots_that_fit(row_nbytes: int) -> int:
     """Return for how many slots to reserve arrays: no more can fit into the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(max(memory, _SMALLEST) // (row_nbytes + _SLOT.itemsize + _INDEXED), MAX_SLOTS)
+
+
+def slots_in_files(row_nbytes: int, room: int) -> int:
+    """Return for how many slots to reserve arrays in files of up to `room` bytes; what finds rows is in memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(room // row_nbytes, max(memory, _SMALLEST) // (_SLOT.itemsize + _INDEXED), MAX_SLOTS)
 
 
 def initial_rows(options: HashTableOptions, name: str, rows: Ints, width: int, dtype: torch.dtype) -> Tensor:
@@ -460,7 +471,8 @@ class HashTable:
         dtype: Of the weights, as named in plans.
         allocate: Memory of the arrays. What a former process has left there is found by `restore`.
         protect: Is called before rows of an array are changed.
-        room: Slots to reserve; 0: as many as can fit into the memory of this machine.
+        room: Slots to reserve; 0: as many as can fit into the memory of this machine, or into `spilled`.
+        spilled: Files for weights and optimizer state; None: they are in memory.
 
     Raises:
         ConfigurationError, UnknownNameError: Its own optimizer cannot be built in this process.
@@ -475,10 +487,11 @@ class HashTable:
         allocate: AllocateTable = table_memory,
         protect: ProtectRows = lambda _array, _slots: None,
         room: int = 0,
+        spilled: SpilledMemory | None = None,
     ) -> None:
         self._own_optimizer = _optimizer_of_text(options.optimizer)[0] if options.optimizer else None
         self.name, self.width, self.dtype, self.options = name, width, torch_dtype(dtype), options
-        self._allocate, self._protect = allocate, protect
+        self._allocate, self._protect, self._spilled = allocate, protect, spilled
         self._claimed = 0
         """Bytes that are claimed."""
         self.epoch = int.from_bytes(os.urandom(7), "little")
@@ -486,16 +499,16 @@ class HashTable:
         memory = allocate("head", 8 * _HEAD + _ENTRIES)[: 8 * _HEAD + _ENTRIES]
         self._head_memory = memory[: 8 * _HEAD].view(1, -1)
         self._head: Ints = memory[: 8 * _HEAD].view(torch.int64).numpy()
-        self.room = room or int(self._head[_ROOM]) or slots_that_fit(width * self.dtype.itemsize)
+        self.room = room or int(self._head[_ROOM]) or self._room_for_slots()
         self._head[_ROOM] = self.room
         self._entries = memory[8 * _HEAD :].view(1, -1)
         """What the optimizer's state consists of."""
         self.slots = RowSlots(
-            self._reserve("slots", torch.uint8, (_SLOT.itemsize,)), self._head, _END, protect
+            self._reserve("slots", torch.uint8, (_SLOT.itemsize,), allocate), self._head, _END, protect
         )
         candidates = self.slots.memory[:0]
         if options.admit_after > 1:
-            candidates = self._reserve("candidates", torch.uint8, (_SLOT.itemsize,))
+            candidates = self._reserve("candidates", torch.uint8, (_SLOT.itemsize,), allocate)
         self._candidates = RowSlots(candidates.view(-1), self._head, _CANDIDATES_END, protect)
         self.weights = self._reserve("weights", self.dtype, (width,))
         self.values: Values = {}
@@ -507,6 +520,10 @@ class HashTable:
         """For each row, what `_decay` was when the row was multiplied last; None without weight decay."""
         if options.weight_decay:
             self._decayed = self._reserve("decayed", torch.float64, (1,))
+        self._coming: list[Tensor] = []
+        """Spilled arrays of the state that the next update may create."""
+        self._tried: tuple[Optimizer, Hyper] | None = None
+        """The optimizer and the options of which these are known."""
         self._in_slice = np.zeros(HASH_SLICES, np.int64)
         self._histories = [new_history()] * HASH_SLICES
 
@@ -752,14 +769,26 @@ class HashTable:
         self._head[_STEP] = self._head[_HAS_STATE] = 0
         self.values, self.master = {}, None
         self.epoch += 1
+        self._coming, self._tried = [], None
         self._histories = [new_history()] * HASH_SLICES
 
     # ---------------------------------------------------------------- rows that come
 
-    def check_update(self, given: Sequence[Ints], claim: Claim) -> None:
-        """Raise OptimizerError if there is no room for the rows that come with these row numbers, of several ranks."""
+    def check_update(
+        self, given: Sequence[Ints], claim: Claim, optimizer: Optimizer, hyper: Hyper | None
+    ) -> None:
+        """Raise OptimizerError if there is no room for the rows that come with an update.
+
+        Args:
+            given: Their row numbers, of several ranks.
+            optimizer, hyper: As for `update`; no options: the table is not updated.
+        """
+        if self._spilled is not None and hyper is not None:
+            self._reserve_new_state(self._own_optimizer or optimizer, hyper)
         count = sum(map(len, given))
-        if count and (self._needs(count) > self._claimed or self._is_full(count)):
+        if count and (
+            self._needs(count) > self._claimed or self._is_full(count) or self._lacks_blocks(count)
+        ):
             # Count only those that are not there.
             rows = np.unique(np.concatenate(given))
             count = int(np.count_nonzero(self.slots.find(rows) < 0))
@@ -769,25 +798,59 @@ class HashTable:
         return max(len(self.slots), len(self._candidates)) + count > self.room
 
     def _needs(self, count: int) -> int:
-        """Return the bytes that the table takes with `count` more rows."""
-        used = max(self.slots.end, len(self) + count) * sum([array[:1].nbytes for array in self._arrays()])
+        """Return the bytes of memory that the table takes with `count` more rows."""
+        arrays = self._arrays() if self._spilled is None else []
+        used = max(self.slots.end, len(self) + count) * sum([array[:1].nbytes for array in arrays])
         return used + (self.slots.end + self._candidates.end + count) * (_SLOT.itemsize + _INDEXED)
+
+    def _with_rows(self, count: int) -> list[Tensor]:
+        """Return the parts of spilled arrays that are in use with `count` more rows."""
+        end = max(self.slots.end, len(self) + count)
+        return [array[:end] for array in (*self._arrays(), *self._coming)]
+
+    def _lacks_blocks(self, count: int) -> bool:
+        return self._spilled is not None and not self._spilled.has_blocks(self._with_rows(count))
+
+    def _reserve_new_state(self, optimizer: Optimizer, hyper: Hyper) -> None:
+        """Reserve the arrays of the state that an update creates. Raises OptimizerError."""
+        hyper_for_state = {name: value for name, value in hyper.items() if name != "lr"}
+        if self._tried == (optimizer, hyper_for_state):
+            return
+        # Another table, of a single row, shows which they are.
+        options = HashTableOptions(optimizer=self.options.optimizer)
+        tried = HashTable(self.name, self.width, _name_of(self.dtype), options, room=1)
+        zeros = torch.zeros(1, self.width, dtype=compute_dtype(_name_of(self.dtype)), device="cpu")
+        tried.update(RowSet(torch.from_numpy(_ONLY), zeros), np.ones(1, np.int64), optimizer, hyper)
+        self._reserve_ahead(tried.values, tried.master)
+        self._tried = optimizer, hyper_for_state
+
+    def _reserve_ahead(self, values: Mapping[str, StateValue], master: Tensor | None) -> None:
+        """Reserve spilled arrays for entries of the state like these. Raises OptimizerError."""
+        named = {name: value for name, value in values.items() if _is_array(value)}
+        named |= {} if master is None else {"master": master}
+        self._tried = None
+        try:
+            self._coming = [self._reserve_entry(name, like) for name, like in named.items()]
+        except MemoryError as error:
+            raise OptimizerError(f"the hash table {self.name!r} needs {error}; nothing was applied") from None
 
     def check_room(self, count: int, claim: Claim) -> None:
         """Raise OptimizerError if there is no room for `count` more rows."""
         if self._is_full(count):
             raise OptimizerError(
-                f"the hash table {self.name!r} has {len(self)} rows on this server, which has memory for {self.room}; "
+                f"the hash table {self.name!r} has {len(self)} rows on this server, which has room for {self.room}; "
                 "use more servers, or let rows expire (expire_after) or be evicted (max_rows)"
             )
-        used = self._needs(count)
-        if used > self._claimed:
-            more = used + used // _CLAIMED_AHEAD - self._claimed
-            try:
-                claim(more, f"the hash table {self.name!r}, which has {len(self)} rows,")
-            except ConfigurationError as error:
-                raise OptimizerError(f"{error}; nothing was applied") from None
-            self._claimed += more
+        used, what = self._needs(count), f"the hash table {self.name!r}, which has {len(self)} rows,"
+        try:
+            if self._spilled is not None:
+                self._spilled.extend(self._with_rows(count), what)
+            if used > self._claimed:
+                more = used + used // _CLAIMED_AHEAD - self._claimed
+                claim(more, what)
+                self._claimed += more
+        except ConfigurationError as error:
+            raise OptimizerError(f"{error}; nothing was applied") from None
 
     def _admit(self, numbers: Ints, missing: Ints, times: Ints) -> tuple[Ints, Ints]:
         """Count the gradients of rows that are not there.
@@ -859,18 +922,30 @@ class HashTable:
 
     def _new_entry(self, name: str, like: Tensor) -> Tensor:
         """Reserve an array of the state: a row for each slot, of the form of those of `like`, zero where rows are."""
-        shape = like.shape[1:] if like.dim() > 1 else (self.width,)
-        dtype = compute_dtype(_name_of(self.dtype)) if like.is_floating_point() else like.dtype
-        entry = self._reserve(f"state.{name}", dtype, shape)
+        entry = self._reserve_entry(name, like)
         # Memory that outlives a process may have what an optimizer, or an update that was undone, has left there.
         entry[: self.slots.end].zero_()
         return entry
 
-    def _reserve(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    def _reserve_entry(self, name: str, like: Tensor) -> Tensor:
+        shape = like.shape[1:] if like.dim() > 1 else (self.width,)
+        dtype = compute_dtype(_name_of(self.dtype)) if like.is_floating_point() else like.dtype
+        return self._reserve(f"state.{name}", dtype, shape)
+
+    def _room_for_slots(self) -> int:
+        if self._spilled is None:
+            return slots_that_fit(self.width * self.dtype.itemsize)
+        widest = self.width * max(self.dtype.itemsize, compute_dtype(_name_of(self.dtype)).itemsize)
+        return slots_in_files(widest, self._spilled.folder.room)
+
+    def _reserve(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], allocate: AllocateTable | None = None
+    ) -> Tensor:
+        """Reserve an array with a row for each slot; by default where all rows are."""
+        if allocate is None:
+            allocate = self._allocate if self._spilled is None else self._spilled.take
         count = math.prod((self.room, *shape))
-        memory = self._allocate(
-            f"{name}.{_name_of(dtype)}.{'x'.join(map(str, shape))}", count * dtype.itemsize
-        )
+        memory = allocate(f"{name}.{_name_of(dtype)}.{'x'.join(map(str, shape))}", count * dtype.itemsize)
         return memory[: count * dtype.itemsize].view(dtype).view(self.room, *shape)
 
     # ---------------------------------------------------------------- rows that go
@@ -1007,6 +1082,11 @@ class HashTable:
         places = (("", self.slots), (_CANDIDATE, self._candidates))
         if not len(self._candidates.memory):
             rows[_CANDIDATE] = rows[_CANDIDATE][:0]  # all rows may come now
+        if self._spilled is not None:
+            state = {
+                name.removeprefix(_STATE): one for name, one in arrays.items() if name.startswith(_STATE)
+            }
+            self._reserve_ahead(state, arrays.get("wide weights"))
         self.check_room(max(len(rows[begin]) - len(slots.of_slice(number)) for begin, slots in places), claim)
         # 2. Replace the rows.
         self.epoch += 1

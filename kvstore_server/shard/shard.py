@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype, torch_dtype
-from kvstore_server.durable.journal import Journal
+from kvstore_server.durable.journal import SHADOW, Journal
+from kvstore_server.durable.spill_folder import SpilledMemory, SpillFile, SpillFolder
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, apply_update_to_rows
@@ -93,12 +94,19 @@ class Shard:
         journal: Has memory that outlives the process, and keeps what is changed until the change is complete. What is
             changed in several calls is held there (`hold_former`).
         name: Of this Shard in the journal's memory.
+        spill: Where rows of hash tables are; None: in memory.
     """
 
-    def __init__(self, leases: Leases | None = None, journal: Journal | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        leases: Leases | None = None,
+        journal: Journal | None = None,
+        name: str = "",
+        spill: SpillFolder | None = None,
+    ) -> None:
         self.units: list[Unit] = []
         self.storage = Storage(leases, journal, name)
-        self._journal = journal
+        self._journal, self._spill = journal, spill
         self._undo_plans = None if journal is None else ChunkUndoPlans(self.storage, journal)
         self._sums = Reduction(self.storage)
         self._cuts = ViewCache()
@@ -140,20 +148,29 @@ class Shard:
         return unit
 
     def _make_hash_table(self, key: int, spec: TensorSpec, options: HashTableOptions) -> HashTable:
-        journal = self._journal
+        journal, spill = self._journal, self._spill
         if journal is None:
-            return HashTable(spec.key, row_numel(spec), spec.dtype, options)
+            files = None if spill is None else SpilledMemory(spill)
+            return HashTable(spec.key, row_numel(spec), spec.dtype, options, spilled=files)
         begin = f"{self.storage.name}.hash{key}."
 
         def allocate(name: str, nbytes: int) -> Tensor:
             return journal.memory.take(begin + name, nbytes).data
+
+        def open_file(name: str, nbytes: int) -> SpillFile:
+            assert spill is not None
+            region = journal.memory.take(begin + name, nbytes, spill.make_file)
+            shadow = journal.memory.take(f"{begin}{name}{SHADOW}", nbytes, spill.make_file)
+            shadow.arena.expect_random_access()
+            return SpillFile(region.arena, (region.fd, shadow.fd))
 
         def protect(array: Tensor, rows: Ints) -> None:
             journal.protect_rows(array, torch.from_numpy(rows))
 
         is_known = journal.memory.known(f"{begin}head") is not None
 
-        table = HashTable(spec.key, row_numel(spec), spec.dtype, options, allocate, protect)
+        files = None if spill is None else SpilledMemory(spill, open_file)
+        table = HashTable(spec.key, row_numel(spec), spec.dtype, options, allocate, protect, spilled=files)
         if is_known:
             table.restore()
         return table
@@ -352,7 +369,11 @@ class Shard:
                     f"a rank has given hash table {table.name!r} something else than rows; nothing was applied"
                 )
             rows = [one.rows[key].ids.numpy() for one in contributions if key in one.rows]
-            table.check_update(rows, self._claim_rows)
+            own = [
+                given[key - unit.first_key]
+                for unit, given in zip(units, hypers, strict=True) if key - unit.first_key in unit.keys
+            ]  # fmt: skip
+            table.check_update(rows, self._claim_rows, optimizer, own[0] if rows and own else None)
         failpoint("server.update.begin")
         keeps_undos = optimizer.may_raise or self.keeps_undos
         for unit in units if keeps_undos or self.undos else ():

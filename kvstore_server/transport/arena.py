@@ -56,6 +56,11 @@ class SharedArena:
             for at in range(0, end, PORTION):  # the GIL is released in between
                 self._map.madvise(_POPULATE_WRITE, at, min(PORTION, end - at))
 
+    def expect_random_access(self) -> None:
+        """Let the kernel read single pages of the file that is mapped, and not those around them."""
+        with suppress(OSError):
+            self._map.madvise(mmap.MADV_RANDOM)
+
     def trim(self) -> None:
         """Return all pages to the system: the contents are lost and read as zeros."""
         with suppress(OSError):  # not supported: the pages stay
