@@ -116,7 +116,7 @@ class SpilledMemory:
 
     def __init__(self, folder: SpillFolder, open_file: OpenSpillFile | None = None) -> None:
         self.folder = folder
-        self._open = self._make_file if open_file is None else open_file
+        self._open = open_file
         self._files: dict[str, SpillFile] = {}
         self._names: dict[int, str] = {}
         """Address of each file's memory → its name."""
@@ -133,7 +133,8 @@ class SpilledMemory:
         """
         found = self._files.get(name)
         if found is None:
-            found = self._open(name, -(-nbytes // _PAGE) * _PAGE)
+            length = -(-nbytes // _PAGE) * _PAGE
+            found = self._make_file(length) if self._open is None else self._open(name, length)
             try:
                 for fd in found.fds:
                     os.posix_fallocate(fd, 0, _PAGE)
@@ -183,7 +184,7 @@ class SpilledMemory:
                 "evicted (max_rows)"
             ) from None
 
-    def _make_file(self, _name: str, nbytes: int) -> SpillFile:
+    def _make_file(self, nbytes: int) -> SpillFile:
         try:
             fd = self.folder.make_file(nbytes)
         except OSError as error:

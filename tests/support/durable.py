@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvstore_server import failpoints
 from kvstore_server.durable.fd_store import FdStoreDescriptor
+from kvstore_server.durable.spill_folder import SpillFolder
 from kvstore_server.engine.durability import Durability, Head, read_durability
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
@@ -80,6 +81,7 @@ def durable_engine(
     leases: Leases | None = None,
     now: float = 0.0,
     tokens: Callable[[], int] | None = None,
+    spill: SpillFolder | None = None,
 ) -> Engine:
     """The engine of a server that begins, or that continues with what is held."""
     config = config or EngineConfig()
@@ -89,7 +91,7 @@ def durable_engine(
         run = config.run_id if stored is None else stored.head.run_id
         durability, config = Durability(store, stored), replace(config, run_id=run, restart_timeout=60.0)
         others = {} if tokens is None else {"tokens": tokens}
-        engine = Engine(config, leases, durability=durability, **others)
+        engine = Engine(config, leases, durability=durability, spill=spill, **others)
         if stored is not None:
             engine.restore(now)
         head = Head(config.server, config.num_servers, config.capability, run, "tcp://127.0.0.1:1")

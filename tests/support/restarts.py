@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec, torch_dtype
+from kvstore_server.durable.spill_folder import SpillFolder
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig, Namespace
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode, RoundTracker
@@ -75,6 +76,7 @@ class Job:
     store: HeldDescriptors | None = None
     leases: Leases | None = None
     crashes: int = 0
+    spill: SpillFolder | None = None
 
     def __post_init__(self) -> None:
         tokens = partial(random.Random(7).getrandbits, 64)
@@ -125,7 +127,12 @@ class Job:
         while True:
             try:
                 self.engine = durable_engine(
-                    self.store, EngineConfig(run_id=RUN), self.leases, now=_NOW, tokens=tokens
+                    self.store,
+                    EngineConfig(run_id=RUN),
+                    self.leases,
+                    now=_NOW,
+                    tokens=tokens,
+                    spill=self.spill,
                 )
                 return
             except Crash:
