@@ -837,8 +837,11 @@ class HashTable:
     def check_room(self, count: int, claim: Claim) -> None:
         """Raise OptimizerError if there is no room for `count` more rows."""
         if self._is_full(count):
+            where = (
+                "memory" if self._spilled is None else f"room in {self._spilled.folder.path} (--spill-dir)"
+            )
             raise OptimizerError(
-                f"the hash table {self.name!r} has {len(self)} rows on this server, which has room for {self.room}; "
+                f"the hash table {self.name!r} has {len(self)} rows on this server, which has {where} for {self.room}; "
                 "use more servers, or let rows expire (expire_after) or be evicted (max_rows)"
             )
         used, what = self._needs(count), f"the hash table {self.name!r}, which has {len(self)} rows,"
