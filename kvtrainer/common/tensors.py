@@ -46,7 +46,7 @@ def flatten_id_tensor(key: str, row_ids: Any, num_rows: int) -> tuple[Tensor, to
         RowIdError: The key has no such rows; names them.
     """
     try:
-        listed = np.asarray(row_ids) if isinstance(row_ids, list | tuple | int) else row_ids
+        listed = _as_id_array(row_ids) if isinstance(row_ids, list | tuple | int) else row_ids
         if isinstance(listed, np.ndarray):
             # torch takes neither all kinds of unsigned integers nor, without a warning, read-only arrays.
             listed = np.require(listed, requirements=["C", "W"])
@@ -69,6 +69,17 @@ def flatten_id_tensor(key: str, row_ids: Any, num_rows: int) -> tuple[Tensor, to
         named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
         raise RowIdError(f"key {key} has rows 0 to {num_rows - 1}, but row_ids has {named}")
     return torch.from_numpy(ids), given.shape
+
+
+def _as_id_array(row_ids: Any) -> np.ndarray[Any, Any]:
+    """Return an array of integers, as exact as Python has them; NumPy makes floating-point numbers of mixed ones."""
+    listed = np.asarray(row_ids)
+    if listed.dtype.kind in "fO" and listed.size:
+        exact = np.asarray(row_ids, dtype=object)
+        flat = exact.reshape(-1).tolist()
+        if all([type(one) is int and -(2**63) <= one < 2**64 for one in flat]):
+            return np.array([one % 2**64 for one in flat], np.uint64).reshape(exact.shape)
+    return listed
 
 
 def is_one_id_tensor(row_ids: Any) -> bool:

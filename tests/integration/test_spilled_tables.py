@@ -197,8 +197,8 @@ def test_a_killed_server_goes_on_with_the_rows_on_its_disk(members: Members, tmp
             server, _ = started[-1]
             server.terminate()
             server.communicate(timeout=LIMIT)
-        # Weights of two tables, one and three arrays of their state, and what protects each of them.
-        assert on_disk == [2 * (2 + 1 + 3)] * 3
+        # Weights of two tables, one and three arrays of their state, the decay of one, and what protects each of them.
+        assert on_disk == [2 * (2 + 1 + 3 + 1)] * 3
         assert eventually(lambda: supervisor.names == [])
     with Processes() as processes:
         [server] = processes.servers(1)

@@ -50,7 +50,9 @@ def test_ids_of_any_value_have_rows_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [[2**64 - 1, 2**63], np.array([2**64 - 1, 2**63], np.uint64)], ids=["list", "array"]
+    "ids",
+    [[2**64 - 1, 2**63], [-1, 2**63], np.array([2**64 - 1, 2**63], np.uint64)],
+    ids=["list", "mixed list", "array"],
 )
 def test_unsigned_ids_are_those_with_the_same_bits(ids: Any) -> None:
     table = kvtrainer.Embedding(3)
