@@ -12,7 +12,7 @@ With a `Journal`, the arrays are in memory that outlives the process, and rows a
 process that finds the arrays of a former one rebuilds only the index (`restore`).
 
 Weight decay is lazy: `_DECAY` is the sum of the logarithms of the factors of all rounds so far, and each row has what
-that was when the row was multiplied last. Whoever reads or updates a row multiplies it by what has come since.
+that was when the row was multiplied last. Each read or update of a row multiplies it by what has come since.
 
 With `SpilledMemory`, weights and optimizer state are in files on a disk, and a table may be larger than memory.
 `RowSlots` are in memory, because they are searched all the time. Before an update changes anything, blocks of the disk
@@ -523,7 +523,7 @@ class HashTable:
         self._coming: list[Tensor] = []
         """Spilled arrays of the state that the next update may create."""
         self._tried: tuple[Optimizer, Hyper] | None = None
-        """The optimizer and the options of which these are known."""
+        """The optimizer and the options that these belong to."""
         self._in_slice = np.zeros(HASH_SLICES, np.int64)
         self._histories = [new_history()] * HASH_SLICES
 

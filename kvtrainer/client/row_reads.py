@@ -106,7 +106,7 @@ class RowCache:
 
     Args:
         capacity: How many rows are kept: those that were read last.
-        max_age: Rows that were read at most so many rounds ago are used without asking; 0: servers are always asked.
+        max_age: Rows that were read at most this many rounds ago are used without asking; 0: servers are always asked.
     """
 
     def __init__(self, capacity: int, max_age: int, width: int, dtype: torch.dtype) -> None:
@@ -118,7 +118,7 @@ class RowCache:
         """Forget all rows."""
         self._rows = np.zeros(self.capacity, np.int64)
         self._steps = np.zeros(self.capacity, np.int32)
-        """The step of the table of which each row is."""
+        """The step of the table that the values of each row belong to."""
         self._rounds, self._versions, self._used = np.zeros((3, self.capacity), np.int64)
         """When it was read, by the worker's rounds; the version of weights; and when it was used last, in calls."""
         self._index = IdIndex(self._rows)

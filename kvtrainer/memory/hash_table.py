@@ -124,7 +124,7 @@ class HashTableParameter(RowSparseParameter):
         dim: Elements of a row.
         options: How rows come and go.
         dtype, device, requires_grad: As of `RowSparseParameter`.
-        cache_rows, cache_age: As of `kvtrainer.Embedding`.
+        cache_rows, cache_age: See `kvtrainer.Embedding`.
     """
 
     options: HashTableOptions

@@ -220,7 +220,7 @@ def _merged_parameter(
     if _DELETED not in own.state:
         return own
     if former is None or not former.state:
-        raise _damaged(fname, f"it has changes of hash table {name!r}, of which its base has no rows")
+        raise _damaged(fname, f"it has changes of hash table {name!r}, whose rows its base does not have")
     if _forms(former.state) != _forms(own.state):
         raise _damaged(fname, f"the rows of hash table {name!r} have other entries than in its base")
     merged = {begin: _MergedRows(fname, name, former.state, own.state, begin) for begin in _BEGINS}
@@ -277,7 +277,7 @@ def _rows_after(fname: Path, name: str, former: Mapping[str, Ints] | None, own: 
     if _DELETED not in own:
         return {begin: _checked_rows(fname, name, own.get(begin + _ROWS)) for begin in _BEGINS}
     if former is None:
-        raise _damaged(fname, f"it has changes of hash table {name!r}, of which its base has no rows")
+        raise _damaged(fname, f"it has changes of hash table {name!r}, whose rows its base does not have")
     rows = {begin + _ROWS: torch.from_numpy(former[begin]) for begin in _BEGINS}
     return {begin: _MergedRows(fname, name, rows, own, begin).numbers for begin in _BEGINS}
 

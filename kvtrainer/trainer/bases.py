@@ -52,7 +52,7 @@ class Bases:
         """
         if not any(spec.hash_table is not None for spec in pipeline.memory.plan.specs):
             raise ConfigurationError(
-                "a delta has the changes of hash tables (kvtrainer.Embedding), of which this Trainer has none; save "
+                "a delta has the changes of hash tables (kvtrainer.Embedding), and this Trainer has none; save "
                 "without base"
             )
         rows = BaseRows(base)
