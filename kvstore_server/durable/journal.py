@@ -381,7 +381,7 @@ def join_journal_rows(change: int, parts: Iterable[ProtectedRows]) -> dict[Matri
     for region, begin, width, ids in parts:
         found.setdefault((region, begin, width), []).append(ids)
     return {
-        matrix: JournalRows(change, own[0] if len(own) == 1 else np.sort(np.concatenate(own)))
+        matrix: JournalRows(change, np.sort(np.concatenate(own)))
         for matrix, own in found.items()
     }
 

@@ -26,6 +26,7 @@ from kvstore_server.optimizer import create, registry
 from kvstore_server.plan import HashTableOptions, TensorSpec, hash_table_spec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
+from kvstore_server.protocol.rows import SENT, read_pulled_rows
 from kvstore_server.shard.shard import Shard
 from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
@@ -38,6 +39,7 @@ MATRIX = TensorSpec("matrix", (5, 7), "float32")
 VECTOR = TensorSpec("vector", (40,), "float32")
 TABLE = TensorSpec("table", (20, 4), "float32", 0, True)
 HASHED = hash_table_spec("hashed", (4,), "float32", HashTableOptions(admit_after=2, expire_after=2))
+KNOWN = hash_table_spec("known", (4,), "float32", HashTableOptions())
 HALF = TensorSpec("half", (33,), "float16")
 BIG = TensorSpec("big", (400_000,), "float32")
 LONG = TensorSpec("long", (70_000,), "float32")
@@ -49,6 +51,11 @@ def rates(round_: int) -> bytes:
 
 def some_rows(round_: int, rank: int) -> Sequence[int]:
     return [row for row in range(20) if (row * 7 + round_ * 3 + rank) % 5 == 0]
+
+
+def known_hashes(round_: int, rank: int) -> Sequence[int]:
+    """Rows that come in two rounds, and are all there afterwards; so they are not in the order of their slots."""
+    return (0, 2) if round_ == 1 else (1, 3) if round_ == 2 else range(4)
 
 
 def some_hashes(round_: int, rank: int) -> Sequence[int]:
@@ -66,6 +73,7 @@ CASES = {
     "one that may raise": Case([[MATRIX], [VECTOR]], (Cautious.name, {})),
     "rows": Case([[TABLE, VECTOR]], ("adagrad", {}), rows=some_rows),
     "rows of sgd": Case([[TABLE]], ("sgd", {"momentum": 0.9, "lazy_update": True}), rows=some_rows),
+    "known rows": Case([[KNOWN, VECTOR]], ("adagrad", {}), rows=known_hashes, rounds=4),
     "hash table": Case([[HASHED, VECTOR]], ("adagrad", {}), rows=some_hashes, rounds=6),
     "rows as changes": Case(
         [[TABLE, VECTOR]], ("sgd", {}), rows=some_rows, flags=m.WANTS_WEIGHTS | m.WANTS_DELTA
@@ -369,6 +377,36 @@ def test_rows_of_the_round_before_are_kept_over_a_restart(
         [failed] = now.ask(0, m.PullRows(0, (0,), (some.tobytes(),), (b"",), 60.0, case.rounds - 1))
         assert isinstance(failed, m.Failed)
         assert failed.code == "WorkerLostError"
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_rows_of_a_hash_table_before_the_round_are_kept_over_a_restart(
+    is_compacted: bool, store: HeldDescriptors
+) -> None:
+    case = CASES["known rows"]
+    starts = case.plans[0].rows(0).blocks[0].starts[:-1]
+    job, every = Job(case, store), (starts[:, None] + np.arange(4)).reshape(-1)
+    request = m.PullRows(0, (0,), (every.astype("<i8").tobytes(),), (b"",), 60.0)
+
+    def told(now: Job, round_: int = -1) -> list[list[float]]:
+        data = torch.frombuffer(
+            bytearray(rows_told(now.ask(0, replace(request, round=round_)))), dtype=torch.uint8
+        )
+        pulled = read_pulled_rows(data, len(every), 4, torch.float32)
+        assert (pulled.forms == SENT).all()
+        return pulled.values.tolist()
+
+    *former_rounds, last_round, _ = job.steps()
+    for step in former_rounds:
+        assert job.send(list(step))
+    before = told(job)
+    assert job.send(list(last_round))
+    if is_compacted:
+        compact(job)
+    for now in (job, Job(case, store)):
+        now.sessions |= job.sessions
+        assert told(now, case.rounds) == before
+        assert told(now) != before
 
 
 def rows_told(answers: Sequence[m.ReplyBody]) -> bytes:
