@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
 from kvstore_server.plan import HashTableOptions
-from kvstore_server.shard.hash_table import check_hash_table, describe_table_optimizer
+from kvstore_server.shard.table_optimizer import check_hash_table, describe_table_optimizer
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory.hash_table import HashTableParameter, RowLookup, look_up

@@ -380,10 +380,7 @@ def join_journal_rows(change: int, parts: Iterable[ProtectedRows]) -> dict[Matri
     found: dict[Matrix, list[Ids]] = {}
     for region, begin, width, ids in parts:
         found.setdefault((region, begin, width), []).append(ids)
-    return {
-        matrix: JournalRows(change, np.sort(np.concatenate(own)))
-        for matrix, own in found.items()
-    }
+    return {matrix: JournalRows(change, np.sort(np.concatenate(own))) for matrix, own in found.items()}
 
 
 def pack_journal_rows(region: int, begin: int, width: int, ids: Ids) -> bytes:

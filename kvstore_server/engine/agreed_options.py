@@ -17,7 +17,7 @@ from kvstore_server.optimizer import Optimizer, create_optimizer_from_spec
 from kvstore_server.optimizer.base import Hyper
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
-from kvstore_server.shard.hash_table import check_hash_table, table_optimizer
+from kvstore_server.shard.table_optimizer import check_hash_table, table_optimizer
 
 
 class AgreedOptimizer:

@@ -30,8 +30,6 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import math
 import mmap
@@ -51,20 +49,20 @@ from kvstore_server.durable.spill_folder import SpilledMemory
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.apply import (
-    applies_to_rows_alone,
     apply_update,
     create_state_of_rows,
     is_half,
     update_rows_with_state,
 )
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
-from kvstore_server.optimizer.registry import create_optimizer_from_spec, spec_for_store
 from kvstore_server.optimizer.rows import gather_rows, scatter_rows
 from kvstore_server.optimizer.state import State
 from kvstore_server.optimizer.trees import decode_tree_entry, encode_tree_entry
 from kvstore_server.plan import HASH_SLICES, HashTableOptions, slices_of_hashes
 from kvstore_server.protocol.rows import INITIAL, SAME, SENT, HeldRows, RowSet, new_pulled_rows
 from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints
+from kvstore_server.shard.row_values import initial_rows, limit_norms, multiply_rows
+from kvstore_server.shard.table_optimizer import own_table_optimizer
 
 Counts = npt.NDArray[np.int32]
 AllocateTable = Callable[[str, int], Tensor]
@@ -142,153 +140,6 @@ def slots_in_files(row_nbytes: int, room: int) -> int:
     """Return for how many slots to reserve arrays in files of up to `room` bytes; what finds rows is in memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(room // row_nbytes, max(memory, _SMALLEST) // (_SLOT.itemsize + _INDEXED), MAX_SLOTS)
-
-
-def initial_rows(options: HashTableOptions, name: str, rows: Ints, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the initial values of rows: a function of the seed, the table's name, the row number and the column.
-
-    Each number takes one 64-bit word, a counter passed through the finaliser of SplitMix64 (Steele, Lea and Flood,
-    2014). Uniform numbers are 24 bits of it. Normal ones are the sum of four uniform 16-bit numbers, which has the
-    mean, the variance and (to 3.46 deviations) about the form of a normal distribution, and needs only whole numbers
-    and one product: so the bits are the same on every machine.
-    """
-    found = _drawn_rows(options, name, rows, width, dtype)
-    if options.max_norm:
-        limit_norms(found, options.max_norm)
-    return found
-
-
-def limit_norms(rows: Tensor, max_norm: float) -> Ints:
-    """Scale rows whose norm is larger than this, as torch.nn.Embedding does; return which these are."""
-    norms = torch.linalg.vector_norm(rows.double(), dim=1)
-    too_large = (norms > max_norm).nonzero()[:, 0]
-    if len(too_large):
-        factors = max_norm / (norms[too_large] + _NORM_EPSILON)
-        rows[too_large] = (rows[too_large].double() * factors[:, None]).to(rows.dtype)
-    changed: Ints = too_large.numpy()
-    return changed
-
-
-def multiply_rows(rows: Tensor, logarithms: npt.NDArray[np.float64]) -> None:
-    """Multiply each row by a factor, given by its logarithm."""
-    if not logarithms.any():
-        return
-    # By Python, once for each factor: vector loops round some of them differently.
-    distinct, places = np.unique(logarithms, return_inverse=True)
-    factors = torch.tensor([math.exp(one) for one in distinct.tolist()], dtype=torch.float64, device="cpu")
-    rows.copy_(rows.double().mul_(factors[torch.from_numpy(places)][:, None]))
-
-
-_NORM_EPSILON = 1e-7
-"""torch adds this to a norm that it divides by, so that the scaled row is not above the limit by rounding."""
-
-
-def _drawn_rows(options: HashTableOptions, name: str, rows: Ints, width: int, dtype: torch.dtype) -> Tensor:
-    found = torch.empty(len(rows), width, dtype=dtype, device="cpu")
-    if options.init == "constant":
-        return found.fill_(options.scale)
-    digest = hashlib.blake2b(f"{options.seed} {name}".encode(), digest_size=8).digest()
-    word = np.dtype(np.uint64).type
-    key, golden = word(int.from_bytes(digest, "little")), 0x9E3779B97F4A7C15
-    columns = np.arange(1, width + 1, dtype=np.uint64) * word(golden)
-    words = _mixed(rows.view(np.uint64) ^ key)[:, None] + columns
-    words = _mixed(words)
-    if options.init == "uniform":
-        unit = torch.from_numpy((words >> word(40)).astype(np.int32))
-        found.copy_(unit.to(compute_dtype(_name_of(dtype))).mul_(2.0**-23).sub_(1.0).mul_(options.scale))
-        return found
-    low = word(0xFFFF)
-    total = (words & low) + (words >> word(16) & low) + (words >> word(32) & low) + (words >> word(48))
-    centered = torch.from_numpy(total.astype(np.int64) - 2 * 0xFFFF)
-    factor = options.scale / _DEVIATION
-    return found.copy_(centered.to(compute_dtype(_name_of(dtype))).mul_(factor))
-
-
-_DEVIATION = (4 * (65536.0**2 - 1) / 12) ** 0.5
-"""Of the sum of four uniform 16-bit numbers."""
-
-
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    word = np.dtype(np.uint64).type
-    words = (words ^ (words >> word(30))) * word(0xBF58476D1CE4E5B9)
-    words ^= words >> word(27)
-    words *= word(0x94D049BB133111EB)
-    words ^= words >> word(31)
-    return words
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def describe_table_optimizer(optimizer: Optimizer, has_rate: bool) -> str:
-    """Describe the optimizer of a single table as text, for `HashTableOptions.optimizer`.
-
-    Args:
-        has_rate: Whether it has a learning rate of its own; otherwise it has that of the parameter's group.
-
-    Raises:
-        ConfigurationError: It has an option that means nothing for a table.
-    """
-    described = spec_for_store(optimizer)
-    others = sorted(described.keys() - {"name", "hyper", "rescale_grad", "multi_precision"})
-    if others or described.pop("rescale_grad") != 1.0:
-        raise ConfigurationError(
-            f"the optimizer of a table has no {', '.join(others) or 'rescale_grad'}; give that to the Trainer's"
-        )
-    if not has_rate:
-        described["hyper"].pop("lr", None)
-    return json.dumps(described, sort_keys=True)
-
-
-@functools.lru_cache(maxsize=256)
-def _optimizer_of_text(described: str) -> tuple[Optimizer, bool]:
-    """Rebuild an optimizer; return it and whether it has a learning rate of its own."""
-    try:
-        spec = json.loads(described)
-    except (ValueError, RecursionError):
-        spec = None
-    if not isinstance(spec, dict) or spec.keys() - {"name", "hyper", "multi_precision"}:
-        raise ConfigurationError(f"this does not describe the optimizer of a table: {described!r:.80}")
-    optimizer = create_optimizer_from_spec(spec)
-    optimizer.try_out(optimizer.hyper)
-    return optimizer, "lr" in spec["hyper"]
-
-
-def table_optimizer(options: HashTableOptions | None, default: Optimizer) -> tuple[Optimizer, bool]:
-    """Return the optimizer of a key, and whether it has a learning rate of its own.
-
-    Args:
-        options: Those of the hash table; None for another key.
-        default: The optimizer of keys that have none of their own.
-
-    Raises:
-        ConfigurationError, UnknownNameError: The table's own optimizer cannot be rebuilt here.
-    """
-    return (
-        (default, False)
-        if options is None or not options.optimizer
-        else _optimizer_of_text(options.optimizer)
-    )
-
-
-def check_hash_table(name: str, options: HashTableOptions, optimizer: Optimizer, hyper: Hyper) -> None:
-    """Raise ConfigurationError if an optimizer does not update rows one by one, without knowing the others, or if its
-    learning rate does not fit the table's weight decay.
-    """
-    if options.weight_decay and not 0 <= hyper.get("lr", math.inf) * options.weight_decay < 1:
-        raise ConfigurationError(
-            f"the hash table {name!r} has weight_decay={options.weight_decay:g} and a learning rate of "
-            f"{hyper.get('lr')}; their product must be below 1, and not negative"
-        )
-    needs_all = type(optimizer).hyper_for_rows is not Optimizer.hyper_for_rows or optimizer.positioned
-    if needs_all or optimizer.may_raise or not applies_to_rows_alone(optimizer, hyper):
-        given = [f"{one}={hyper[one]}" for one in ("momentum", "weight_decay", "lazy_update") if one in hyper]
-        raise ConfigurationError(
-            f"optimizer {optimizer.registered_name} with {', '.join(given) or 'these options'} cannot update hash "
-            f"table {name!r}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle "
-            "of an update; use sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
-        )
 
 
 _SLOT = np.dtype([("row", "<i8"), ("touched", "<i4"), ("count", "<i4")])
@@ -489,7 +340,7 @@ class HashTable:
         room: int = 0,
         spilled: SpilledMemory | None = None,
     ) -> None:
-        self._own_optimizer = _optimizer_of_text(options.optimizer)[0] if options.optimizer else None
+        self._own_optimizer = own_table_optimizer(options.optimizer)[0] if options.optimizer else None
         self.name, self.width, self.dtype, self.options = name, width, torch_dtype(dtype), options
         self._allocate, self._protect, self._spilled = allocate, protect, spilled
         self._claimed = 0
@@ -1193,6 +1044,10 @@ def _former_rows(array: Tensor, slots: Ints, former: FormerRows) -> Tensor:
         were_changed = (before[0][place] == slots) & (slots >= 0)
         found[torch.from_numpy(were_changed)] = before[1][torch.from_numpy(place[were_changed])]
     return found
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_decay(decay: object, decayed: Tensor | None) -> bool:

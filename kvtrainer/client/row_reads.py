@@ -37,8 +37,8 @@ from kvstore_server.plan import LONG, MAX_SLICE, PAGE, SIZES, Plan, RowBlock, Te
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
 from kvstore_server.protocol.rows import INITIAL, SAME, SENT, HeldRows, PulledRows, read_pulled_rows
-from kvstore_server.shard.hash_table import initial_rows
 from kvstore_server.shard.id_index import IdIndex
+from kvstore_server.shard.row_values import initial_rows
 from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import put_pages

@@ -43,7 +43,7 @@ from kvstore_server.optimizer.trees import (
     unflatten_trees,
 )
 from kvstore_server.plan import HASH_SLICES, Plan, Slice, TensorSpec, row_numel, slices_of_hashes
-from kvstore_server.shard.hash_table import table_optimizer
+from kvstore_server.shard.table_optimizer import table_optimizer
 from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError
 from kvtrainer.states.safetensors_file import Path, open_file, replace_file

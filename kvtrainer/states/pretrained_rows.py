@@ -20,8 +20,9 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.apply import create_state_of_rows
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import HASH_SLICES, Plan, slices_of_hashes
-from kvstore_server.shard.hash_table import limit_norms, multiply_rows, table_optimizer
 from kvstore_server.shard.id_index import Ints, ids_of_rows, row_numbers
+from kvstore_server.shard.row_values import limit_norms, multiply_rows
+from kvstore_server.shard.table_optimizer import table_optimizer
 from kvtrainer.common.progress import track_progress
 from kvtrainer.common.tensors import flatten_id_tensor, is_sparse_tensor, tensor_dtype_name
 from kvtrainer.errors import (

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from kvstore_server.durable.tensor_file import encode_header
 from kvstore_server.plan import ITEM_SIZE, HashTableOptions, check_hash_table_options
-from kvstore_server.shard.hash_table import initial_rows
 from kvstore_server.shard.id_index import Ints, row_numbers
+from kvstore_server.shard.row_values import initial_rows
 from kvtrainer.common.tensors import flatten_id_tensor, tensor_dtype_name
 from kvtrainer.errors import ConfigurationError, StateFileError
 from kvtrainer.states.safetensors_file import Path, open_file, replace_file

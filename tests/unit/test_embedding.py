@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvstore_server.shard.hash_table import initial_rows
 from kvstore_server.shard.id_index import row_numbers
+from kvstore_server.shard.row_values import initial_rows
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.memory import hash_table
 

@@ -16,9 +16,11 @@ from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolEr
 from kvstore_server.optimizer import Optimizer, State, apply_update_to_rows, create
 from kvstore_server.plan import HASH_SLICES, HashTableOptions, hash_table_spec, make_plan
 from kvstore_server.protocol.rows import RowSet
-from kvstore_server.shard.hash_table import HashTable, check_hash_table, initial_rows, no_claim
+from kvstore_server.shard.hash_table import HashTable, no_claim
 from kvstore_server.shard.id_index import row_numbers
+from kvstore_server.shard.row_values import initial_rows
 from kvstore_server.shard.shard import Shard
+from kvstore_server.shard.table_optimizer import check_hash_table
 
 WIDTH, IDS = 5, 40
 EVERY_OPTIMIZER = [
