@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.support.limits import LIMIT
 from tests.support.processes import ROOT
 
 _START = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.execv(sys.argv[1], sys.argv[1:])"
@@ -30,6 +31,7 @@ class Supervisor:
         self._name = f"kvstore-test-{secrets.token_hex(8)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"\0{self._name}")
+        self._has_read = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -43,6 +45,7 @@ class Supervisor:
 
     def start(self, *flags: str) -> tuple[subprocess.Popen[bytes], str]:
         """Start a server with what is kept; return it, and its address."""
+        self._read_all()
         end, ready = os.pipe()
         kept = list(self.kept)
         told = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
@@ -84,12 +87,22 @@ class Supervisor:
         for _, fd in self.kept:
             os.close(fd)
 
+    def _read_all(self) -> None:
+        """Wait until what a server that has ended had sent is kept."""
+        self._has_read.clear()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"READ=1", f"\0{self._name}")
+        assert self._has_read.wait(LIMIT)
+
     def _read(self) -> None:
         while True:
             data, fds, _, _ = socket.recv_fds(self._socket, 4096, 4)
             told = dict(line.split("=", 1) for line in data.decode().split("\n"))
             if "STOP" in told:
                 return
+            if "READ" in told:
+                self._has_read.set()
+                continue
             if told.get("FDSTORE") == "1":
                 self.kept += [(told["FDNAME"], fd) for fd in fds]
                 continue
