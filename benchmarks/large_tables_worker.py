@@ -68,6 +68,7 @@ def measure_wire(options: argparse.Namespace) -> dict[str, Any]:
     steps = options.rounds * store.num_workers
     store.barrier()
     return {
+        "rank": store.rank,
         "pulled": pulled / steps,
         "pushed": pushed / steps,
         "distinct": distinct / options.rounds,
@@ -101,6 +102,7 @@ def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
         changed = (folder / "delta").stat().st_size
     store.barrier()
     return {
+        "rank": store.rank,
         "rows": stats["rows"],
         "beyond": stats["nbytes"] / stats["rows"] / (8 * options.width) - 1,
         "seconds": statistics.median(late),
@@ -140,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
     measured = measure_wire(options) if options.what == "wire" else measure_growth(options)
-    if os.environ.get("DMLC_RANK", os.environ.get("RANK", "0")) == "0":
+    if measured.pop("rank") == 0:
         Path(options.out).write_text(json.dumps(measured))
 
 
