@@ -198,6 +198,11 @@ def main() -> None:
         state = {name.removeprefix("module."): one for name, one in training.network.state_dict().items()}
         torch.save(list(state.values()), options.weights)
         Path(options.out).write_text(json.dumps({options.optimizer: measured}))
+    leave(group)
+
+
+def leave(group: Group) -> None:
+    """End with all others."""
     group.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()

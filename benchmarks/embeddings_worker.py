@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from ctr_worker import Group, join_ranks, join_store
+from ctr_worker import Group, join_ranks, join_store, leave
 from steps import Zipf
 from torch import Tensor, nn
 
@@ -164,10 +162,7 @@ def main() -> None:
     measured = train(start(group), given, options.rounds, group)
     if group.rank == 0:
         Path(options.out).write_text(json.dumps(measured))
-    group.barrier()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        os._exit(0)  # a thread of gloo that still holds an object of Python could abort the ordinary end
+    leave(group)
 
 
 def _options() -> argparse.Namespace:
