@@ -48,6 +48,8 @@ KEYS_PER_MESSAGE = 4096
 """The most keys, slices or tables in our messages; servers refuse more than --max-message-keys."""
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBB4xQQQ")
+_NUMBER = slice(16, 24)
+"""The bytes of a header with the number of the request."""
 MAX_FRAMES = 2
 """For all kinds but a State, whose bytes are sent in chunks of MAX_PAYLOAD."""
 _WORD = np.dtype("<i8")
@@ -127,6 +129,11 @@ def decode_frames(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
         raise ProtocolError(f"the message has {count} frames, expected {expected}")
     body = decode_control(code, packed) if kind is None else kind.decode([packed, *frames[1:]])
     return run, session, number, body
+
+
+def number_of_message(frame: Frame) -> int:
+    """Return the request number in the first frame of a message of ours."""
+    return int.from_bytes(memoryview(frame)[_NUMBER], "little")
 
 
 class LongMessage:
@@ -378,11 +385,15 @@ def _freeze_value(value: Any) -> Any:
 def _encode_contribute(body: m.Contribute) -> list[bytes]:
     rescale = math.nan if body.rescale is None else body.rescale
     head = _CONTRIBUTE.pack(len(body.pushes), len(body.commits), rescale, body.timeout, body.hold)
+    return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes(), encode_extra(body)))]
+
+
+def encode_extra(body: m.Contribute) -> bytes:
+    """Encode what goes behind the commits of a contribution, if there is anything."""
     has_extra = body.encoding or body.hyper or body.absent or body.client_state or body.view >= 0
     view = [body.view, body.members, body.num_backup, body.closes]
     fields_ = [body.encoding, body.hyper, body.absent, body.client_state, *view]
-    extra = pack_control(fields_) if has_extra else b""
-    return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes(), extra))]
+    return pack_control(fields_) if has_extra else b""
 
 
 def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
@@ -431,6 +442,45 @@ def _decode_extra(packed: memoryview, into: m.Contribute) -> None:
     into.encoding, into.hyper, into.client_state = encoding, hyper, state
     into.absent = tuple([(table, key) for table, key in absent])
     into.view, into.members, into.num_backup, into.closes = view, tuple(members), num_backup, closes
+
+
+class ContributeTemplate:
+    """The first frame of a `Contribute` that comes again and again, and where the numbers are that change.
+
+    These are the number of the request, the factor, the rounds, and the versions that the sender has. There is nothing
+    behind the commits.
+
+    Raises ProtocolError if the frame has something else there.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = bytearray(frame)
+        words, begin = np.frombuffer(self.frame, _WORD), (_HEADER.size + _CONTRIBUTE.size) // _WORD.itemsize
+        num_pushes, num_commits = words[_HEADER.size // _WORD.itemsize :][:2].tolist()
+        split = begin + m.PUSH_WORDS * num_pushes
+        self.number, self.rescale = words[2:3], words[begin - 3 : begin - 2].view(np.float64)
+        self.pushes = words[begin:split].reshape(-1, m.PUSH_WORDS)
+        self.commits = words[split:].reshape(-1, m.COMMIT_WORDS)
+        if len(self.commits) != num_commits:
+            raise ProtocolError(
+                f"a frame of {len(self.frame)} bytes is not pushes and {num_commits} commits alone"
+            )
+
+
+class WeightsTemplate:
+    """The first frame of `Weights` that come again and again; the number of the request and the versions change."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = bytearray(frame)
+        words, begin = np.frombuffer(self.frame, _WORD), _HEADER.size // _WORD.itemsize
+        split = begin + 1 + m.LOCATION_WORDS * int(words[begin])
+        self.words, self.number = words, words[2:3]
+        versions = (
+            np.arange(begin + 2, split, m.LOCATION_WORDS),
+            np.arange(split + 1, len(words), m.PART_WORDS),
+        )
+        self.versions_at = np.concatenate(versions)
+        """Where in the words versions are: first those of locations, then those of parts."""
 
 
 def _encode_resolve(resolve: m.Resolve) -> list[bytes]:

@@ -24,6 +24,7 @@ import heapq
 import logging
 import math
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from contextlib import suppress
 from typing import Any
 
 import zmq
+from torch import Tensor
 
 from kvstore_server.check import is_loopback
 from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_descriptors_error
@@ -43,6 +45,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
     MAX_PAYLOAD,
+    Frame,
     decode_frames,
     divided,
     encode_frames,
@@ -125,7 +128,7 @@ class Connection(Transport):
         """By server: which of the servers' public keys it has. Another one is tried when it does not fit."""
         self._sockets: list[Any] = []
         self._heartbeat_sockets: list[Any] = []
-        self._poller = zmq.Poller()
+        self._poller, self._channel_poll = zmq.Poller(), select.poll()
         self._monitors: dict[Any, int] = {}
         """Socket that tells what happens to the connection to a server → this server."""
         self._num_monitors = 0
@@ -188,6 +191,28 @@ class Connection(Transport):
         self._num_sent += 1
         heapq.heappush(self._queues[server], (-priority, (self._num_sent,), request))
         self._flush(server)
+
+    def post(self, server: int, head: Frame, payloads: Sequence[Tensor]) -> bool:
+        channel = self._channels.get(server)
+        if channel is None or not channel.is_usable or self._queues[server] or os.getpid() != self._pid:
+            return False
+        with suppress(
+            OSError
+        ):  # the server has ended the channel; what it has said before has yet to be read
+            return channel.send([head], payloads, zero_copy=True)
+        return False
+
+    def receive_frames(self, timeout: float) -> tuple[int, Sequence[Frame]] | None:
+        for fd, _ in self._channel_poll.poll(max(0.0, 1000 * timeout)):
+            server = self._index[fd]
+            try:
+                frames = self._channels[server].receive()
+            except (OSError, ProtocolError) as error:
+                self._lose_channel(server, error)
+                return None
+            if frames is not None:
+                return server, frames
+        return None
 
     def _flush(self, server: int) -> None:
         queue = self._queues[server]
@@ -524,6 +549,7 @@ class Connection(Transport):
             self._channels[server] = channel
             self._index[channel.fileno()] = server
             self._poller.register(channel.fileno(), _IN)
+            self._channel_poll.register(channel.fileno(), select.POLLIN)
 
     def _watch(self, server: int, run: int, session: int) -> None:
         """Detect the end of a server's process from now on, and let it detect ours, if both are on one host."""
@@ -556,6 +582,7 @@ class Connection(Transport):
         _log.log(level, "messages to %s go over tcp from now on: %s", self.describe(server), error)
         del self._index[channel.fileno()]
         self._poller.unregister(channel.fileno())
+        self._channel_poll.unregister(channel.fileno())
         channel.close()
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ from kvstore_server.failpoints import failpoint
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
+from kvtrainer.client.captured import CapturedRound
 from kvtrainer.client.contribution import Contribution, ContributionLayout, encode_slices, valid_pushes
 from kvtrainer.client.flow_control import StallBackoff, cut
 from kvtrainer.client.prefetch import Prefetch
@@ -80,7 +81,62 @@ class Rounds:
         """When servers are asked for snapshots; None: another worker asks for them, or there are none."""
         self._layouts: dict[tuple[int, ...], list[ContributionLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
+        self._captured: dict[tuple[int, ...], CapturedRound] = {}
+        """Tables, as above → what their last round was like."""
+        self.num_captured = 0
+        """How many rounds were sent as captured."""
         session.on_reconnect.append(self._resend_after_restart)
+
+    def run(self, contribution: Contribution) -> Round:
+        """Run one round of some tables, and return it. Blocks, and raises, as `start` and `wait`.
+
+        Rounds that repeat are captured.
+        """
+        # 1. The general path.
+        key = tuple([table.index for table in contribution.tables])
+        captured, layouts = self._captured.get(key), self._layouts.get(key)
+        if captured is None or not self._is_idle(key) or not captured.fits(contribution, layouts):
+            round_ = self.start(contribution)
+            self.wait(round_)
+            self._capture(key, contribution)
+            return round_
+        if self.snapshots is not None:
+            self._take_snapshot_if_due(self.snapshots, contribution.tables)
+        # 2. The captured one. A table whose round is neither open nor over refuses all calls.
+        self.open.update(dict.fromkeys(key, captured.round))
+        error: BaseException | None = None
+        try:
+            has_ended = captured.run(contribution)
+        except BaseException as interruption:
+            has_ended, error = False, interruption
+        for index in key:
+            del self.open[index]
+        self.num_captured += 1
+        if has_ended:
+            failpoint("worker.round.end")
+            return captured.round
+        # 3. What else happens is for the general path. A round that is only late may be like the next one.
+        if not captured.is_late:
+            del self._captured[key]
+        round_ = self.start(contribution, handed_over=captured)
+        if error is not None:
+            self._end(round_, error)
+            raise error
+        while captured.answers:
+            self._session.process(*captured.answers.pop(0))
+        self.wait(round_)
+        return round_
+
+    def _is_idle(self, key: Sequence[int]) -> bool:
+        """Return whether tables (by index) have no open round, and nothing was pushed for the next one."""
+        return not (self.open or self.tables.broken or (self._eager_pushes and key[0] in self._eager_pushes))
+
+    def _capture(self, key: tuple[int, ...], contribution: Contribution) -> None:
+        """Capture a round that has just ended, if it can be: the next one is probably like it."""
+        self._captured.pop(key, None)
+        layouts = self._layouts.get(key)
+        if layouts and self._is_idle(key) and CapturedRound.can_capture(contribution, layouts, self._session):
+            self._captured[key] = CapturedRound(contribution, layouts, self._session, self.tables)
 
     def start(
         self,
@@ -89,6 +145,7 @@ class Rounds:
         as_of_round: int = -1,
         repeats_commit: bool = False,
         follows: int = -1,
+        handed_over: CapturedRound | None = None,
     ) -> Round:
         """Send one round of some tables and return at once. Gradients must not change until `wait` returns.
 
@@ -100,6 +157,7 @@ class Rounds:
             as_of_round: As for `pull`.
             repeats_commit: See `repeat_commit`.
             follows: See `follow`.
+            handed_over: What has sent a part of the round, or all of it.
         """
         # 1. Wait for earlier rounds of these tables.
         session, tables = self._session, contribution.tables
@@ -108,7 +166,7 @@ class Rounds:
             if table.index in self.open or self.tables.broken:
                 self.wait_pending(table)
             is_encoded |= table.compressor is not None
-        if self.snapshots is not None and not is_read:
+        if self.snapshots is not None and not is_read and handed_over is None:
             self._take_snapshot_if_due(self.snapshots, tables)
         # Over a network request the new weights now if they are likely to be pulled.
         buffers = None
@@ -139,7 +197,9 @@ class Rounds:
                 round_.encoded = encode_slices(contribution, round_.valid or ())
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 request = ServerRequest(layout, round_, self.tables)
-                request.number = session.next_number(partial(self._receive, round_, request))
+                sent = None if handed_over is None else handed_over.sent.get(layout)
+                request.number = session.next_number() if sent is None else sent
+                session.listen(request.number, partial(self._receive, round_, request))
                 if round_.follows:
                     request.commits[:, 1] = follows
                 if eager is not None and round_.valid is not None:
@@ -147,14 +207,20 @@ class Rounds:
                 round_.server_requests.append(request)
                 if request.open:
                     round_.open.append(request)
-            failpoint("worker.round.begin")
+            if handed_over is None:
+                failpoint("worker.round.begin")
             # 3. Over a network servers may use slices before the commit, so they are told what it will say.
             if session.is_remote and not is_read and len(tables) == 1 and not session.options.backup_workers:
                 self._declare_intent(round_, eager)
             # 4. Send everything.
             round_.log("started")
-            self._send_round(round_)
-            failpoint("worker.round.committed")
+            if handed_over is None:
+                self._send_round(round_)
+                failpoint("worker.round.committed")
+            else:
+                for request in round_.open:
+                    if request.layout not in handed_over.sent:
+                        self._send_again(round_, request, request.given)
         except BaseException as error:
             self._end(round_, error)
             raise
@@ -324,6 +390,7 @@ class Rounds:
     def forget(self, table: RemoteTable) -> None:
         for key in [key for key in self._layouts if table.index in key]:
             del self._layouts[key]
+            self._captured.pop(key, None)
         eager = self._eager_pushes.pop(table.index, None)
         for request in (
             () if eager is None or eager.speculative is None else eager.speculative.server_requests

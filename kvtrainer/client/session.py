@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from torch import Tensor
+
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.engine.snapshots import SnapshotPeriod
@@ -47,7 +49,7 @@ from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.plan import check_name
 from kvstore_server.processes import DEAD_AFTER, FINAL_MESSAGE_TIME, ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import pack_control
+from kvstore_server.protocol.frames import Frame, decode_frames, pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payload_out
 from kvstore_server.transport.arena import SharedArena
@@ -91,6 +93,14 @@ class Transport(ABC):
     @abstractmethod
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         """Wait up to `timeout` seconds for a reply of any server."""
+
+    def post(self, server: int, head: Frame, payloads: Sequence[Tensor]) -> bool:
+        """Send an encoded request through shared memory, if that is possible at once; return whether it was sent."""
+        return False
+
+    def receive_frames(self, timeout: float) -> tuple[int, Sequence[Frame]] | None:
+        """Wait up to `timeout` seconds for a message in shared memory, and look at nothing else; return its frames."""
+        return None
 
     @abstractmethod
     def describe(self, server: int) -> str:
@@ -176,6 +186,7 @@ class SessionOptions:
         initial_workers: Above 0: the members may change. The ranks below this begin, others may join.
         min_workers: If the members may change: how many at least must be left.
         backup_workers: How many of them a round leaves out, the slowest ones.
+        captures: Whether rounds that repeat are captured.
     """
 
     namespace: str
@@ -193,6 +204,7 @@ class SessionOptions:
     initial_workers: int = 0
     min_workers: int = 0
     backup_workers: int = 0
+    captures: bool = True
 
     @property
     def is_elastic(self) -> bool:
@@ -486,6 +498,29 @@ class Session:
             self.log.message("sent", self._peers[server], number, body)
         run, session = self._tokens[server]
         self.transport.send(server, m.Request(run, session, number, body), priority)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all servers are there, as far as this worker knows, and messages are neither logged nor traced."""
+        transport = self.transport
+        return not (
+            self.is_closed or self.trace or self.log or self._absences.gone or self._shut_down
+            or transport.ended or transport.disconnected
+        )  # fmt: skip
+
+    def ids_of(self, server: int) -> tuple[int, int]:
+        """Return the ids of a server's process and of the session with it, as requests name them."""
+        return self._tokens[server]
+
+    def heard(self, server: int, now: float) -> None:
+        """Record that a server has answered in a round that waits by itself."""
+        self._heard[server] = now
+        self._unreachable.discard(server)
+
+    def process(self, server: int, frames: Sequence[Frame]) -> None:
+        """Process a message that came in a round that waits by itself. Raises as a wait does."""
+        _, _, number, body = decode_frames(frames)
+        self._dispatch(server, m.Reply(number, body), self.clock())
 
     def call(self, server: int, body: m.RequestBody, timeout: float | None = None) -> m.ReplyBody:
         return self.call_all([(server, body)], timeout)[0]

@@ -62,6 +62,9 @@ TRANSPORT = "KVSTORE_TRANSPORT"
 TRANSPORTS = ("auto", "shm", "tcp")
 """Shared memory where possible; always; never."""
 
+CAPTURE = "KVSTORE_CAPTURE"
+"""0: rounds that repeat are not captured; each takes the general path, to the same bits."""
+
 PROGRESS = "KVSTORE_PROGRESS"
 """1: show progress although standard error is not a terminal. kvlaunch sets it if its own is one."""
 
@@ -398,6 +401,14 @@ def transport_from_env(environ: Mapping[str, str]) -> str:
     if found not in TRANSPORTS:
         raise ConfigurationError(f"{TRANSPORT} is {found!r:.40}; it must be one of {', '.join(TRANSPORTS)}")
     return found
+
+
+def captures_rounds(environ: Mapping[str, str]) -> bool:
+    """Return whether KVSTORE_CAPTURE allows it. Raises ConfigurationError for an unknown value."""
+    found = text_of(environ, CAPTURE) or "1"
+    if found not in ("0", "1"):
+        raise ConfigurationError(f"{CAPTURE} is {found!r:.40}; it must be 1, or 0 for no captured rounds")
+    return found == "1"
 
 
 def shows_debug_log(environ: Mapping[str, str]) -> bool:

@@ -83,6 +83,7 @@ environment that kvlaunch leaves to you, and that workers read:
   KVSTORE_DEAD_AFTER       a peer counts as dead after this many seconds of silence (60); servers read it too
   KVSTORE_SLOW_AFTER       a wait for other workers that takes longer is logged, in seconds (10); servers read it too
   KVSTORE_TRANSPORT        auto: through shared memory on the same host; shm: fail without it; tcp: never use it
+  KVSTORE_CAPTURE          0: rounds that repeat are not captured; slower, with the same bits
   KVSTORE_LOG              debug: a line for each message and each transition of a round; servers read it too
 
 hosts: a line of HOSTFILE is HOST, HOST slots=N or HOST:N, where HOST may be USER@HOST; '#' begins a comment.

@@ -160,6 +160,7 @@ class DistKVStore(KVStoreVerbs):
             mode=self.mode,
             slow_after=env.read_timeout(os.environ, env.SLOW_AFTER, value=slow_after),
             restarts=env.restarts_from_env(os.environ),
+            captures=env.captures_rounds(os.environ),
             # Evaluated last, so that a store that is refused does not use up a number.
             namespace=_next_dist_namespace(os.environ) if namespace is None else namespace,
         )

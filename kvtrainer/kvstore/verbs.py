@@ -621,9 +621,13 @@ class KVStoreVerbs(KVStoreBase):
         number_of = client.rounds.tables.round.item
         self._given = [(table, number_of(table.index)) for table in tables]
         try:
-            round_ = client.rounds.start(Contribution(tables, values, arenas, rows=rows, priority=priority))
-            if self._engine is not None or arenas is not None:
-                self._wait(round_, entries)
+            contribution = Contribution(tables, values, arenas, rows=rows, priority=priority)
+            if self._engine is None and arenas is None:
+                client.rounds.start(contribution)
+            elif self._replicas is None:
+                client.rounds.run(contribution)
+            else:
+                self._wait(client.rounds.start(contribution), entries)
         except Exception:
             # The error tells the loop that this push failed, so there is no interrupted push to report.
             self._given = []

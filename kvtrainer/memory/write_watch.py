@@ -23,6 +23,8 @@ from torch.nn import Parameter
 
 from kvstore_server.plan import ALIGNMENT, SIZES, Plan
 
+SHORT = 4 << 10
+"""Bytes. Of a memory that is not longer all bytes are kept."""
 WHOLE = 8 << 20
 """Bytes. A larger arena is checked in EVERY turns, one block of each EVERY at a time."""
 EVERY = 8
@@ -56,7 +58,9 @@ class WriteDetector:
         self._total = 0
         self._own = 0
         self._turn = 0
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor | bytes] = {}
+        # Dtype → all of its memory, if that is short: comparing bytes takes less than any operation on tensors.
+        self._short: dict[str, memoryview] = {}
         # Dtype → for each stretch between tables, for each turn, the parts to sum. Empty if no store has the weights.
         self._looked_at: dict[str, list[list[list[Tensor]]]] = {}
         # Key (by index) → checksums of a large table that only changes by rows.
@@ -69,7 +73,7 @@ class WriteDetector:
         self._accepted = list(map(_version_of, self._parameters))
         self._total, self._own = sum(self._accepted), -1
         if not is_in_store:
-            self._looked_at, self._tables = {}, {}
+            self._looked_at, self._tables, self._short = {}, {}, {}
         elif self._tables or not self._looked_at:
             self._tables = {}
             self._lay_out()
@@ -110,6 +114,11 @@ class WriteDetector:
         self._looked_at = {
             dtype: self._split_stretches(dtype, flat.view(torch.int64)) for dtype, flat in flats
         }
+        self._short = {
+            dtype: flat.view(torch.int64).numpy().data
+            for dtype, flat in flats
+            if flat.is_cpu and flat.nbytes <= SHORT and not self._tables and dtype not in self._parts
+        }
 
     def _split_stretches(self, dtype: str, words: Tensor) -> list[list[list[Tensor]]]:
         """Split the memory between tables into stretches, and each stretch into turns."""
@@ -126,8 +135,12 @@ class WriteDetector:
         found: set[int] = set()
         # 1. Checksums of this turn.
         for dtype, now in self._sums_now().items():
-            if not torch.equal(now, self._sums[dtype]):
-                found.update(self._keys_in(dtype, now != self._sums[dtype]))
+            before = self._sums[dtype]
+            if isinstance(now, bytes) or isinstance(before, bytes):
+                if now != before:
+                    found.update(self._keys_in(dtype, _words_of(now) != _words_of(before)))
+            elif not torch.equal(now, before):
+                found.update(self._keys_in(dtype, now != before))
         found.update([key for key, sums in self._tables.items() if not sums.is_same(self._turn)])
         # 2. Version counters. They only rise, so an unchanged total means that all are unchanged.
         if sum(map(_version_of, self._parameters)) != self._total + self._own * len(self._parameters):
@@ -135,9 +148,12 @@ class WriteDetector:
             found.update(i for i, (p, version) in enumerate(rows) if p._version != version + self._own)
         return sorted(found)
 
-    def _sums_now(self) -> dict[str, Tensor]:
-        found = {}
+    def _sums_now(self) -> dict[str, Tensor | bytes]:
+        found: dict[str, Tensor | bytes] = {}
         for dtype, stretches in self._looked_at.items():
+            if dtype in self._short:
+                found[dtype] = bytes(self._short[dtype])
+                continue
             # Parts of one word each are copied: for a few kilobytes that takes a third of the time of a sum.
             parts = [
                 part.sum(-1).flatten() if part.shape[-1] > 1 else part[..., 0].clone()
@@ -165,6 +181,10 @@ class WriteDetector:
             and key not in self._tables
             and bisect_right(ends, at * size) < bisect_left(firsts, (at + spec.numel) * size)
         ]
+
+
+def _words_of(kept: Tensor | bytes) -> Tensor:
+    return torch.frombuffer(bytearray(kept), dtype=torch.int64) if isinstance(kept, bytes) else kept
 
 
 def _split_into_watch_turns(words: Tensor, every: int) -> list[list[Tensor]]:

@@ -483,6 +483,8 @@ class StoreExchange(Exchange):
         dropped: others may have changed the weights that it was computed with.
         """
         rounds, number = self._client.rounds, self._table.round
+        if not self.has_backup:
+            return rounds.run(contribution)
         round_ = rounds.start(contribution)
         try:
             rounds.wait(round_)

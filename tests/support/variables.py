@@ -51,6 +51,7 @@ WORKER = {
     "KVSTORE_CONNECT_TIMEOUT": ("", "longest wait for the first answer of a server, in seconds"),
     "KVSTORE_DEAD_AFTER": ("", "seconds of silence after which a peer counts as dead"),
     "KVSTORE_SLOW_AFTER": ("", "seconds of waiting for other workers after which the log names them"),
+    "KVSTORE_CAPTURE": ("1", "0: rounds that repeat are not [captured](protocol/rounds.md#captured-rounds)"),
     "KVSTORE_TRANSPORT": ("auto", "`shm` or `tcp` force one transport to servers of the same host"),
     "KVSTORE_LOG": ("warning", "`debug`: a line for each message and each transition of a round; others: servers only"),
     "KVSTORE_FAILPOINT": ("", "for tests: where this process dies, stops, pauses or raises; servers read it, too"),
