@@ -130,6 +130,10 @@ def build_server_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "[KVSTORE_ALLOW_MIXED_CPU=1]",
     )  # fmt: skip
     add(
+        "--no-capture", action="store_true", default=told("KVSTORE_CAPTURE", "") == "0",
+        help="decode each message, also in rounds that repeat; slower, with the same bits [KVSTORE_CAPTURE=0]",
+    )  # fmt: skip
+    add(
         "--allow-unauthenticated-bind", action="store_true",
         default=told("KVSTORE_ALLOW_UNAUTHENTICATED_BIND", "") == "1",
         help="without --keys: listen on an address that other hosts can reach, although everybody there can then read "
@@ -197,6 +201,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
                 state_dir=flags.state_dir,
                 snapshot_every=flags.snapshot_every,
                 spill_dir=flags.spill_dir,
+                captures=not flags.no_capture,
                 keys=read_server_keys(flags.keys) if flags.keys not in ("", KEYS_OFF) else None,
             )
             if options.keys is None and not _is_bind_flag_local(flags.bind):

@@ -35,6 +35,7 @@ from kvstore_server.debug_log import Peer
 from kvstore_server.durable.snapshot_folder import SnapshotName, StoredSnapshot
 from kvstore_server.durable.spill_folder import SpillFolder
 from kvstore_server.engine import pipelined
+from kvstore_server.engine.captured import BatchUpdate, CapturedRound, Captures
 from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
 from kvstore_server.engine.elastic import (
@@ -87,6 +88,7 @@ from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.processes import FINAL_MESSAGE_TIME, Processes, ProcessState
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import Frame
 from kvstore_server.shard.norms import Decision
 from kvstore_server.shard.shard import Leases, Partial, Updater
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, answer_and_record
@@ -214,6 +216,8 @@ class Engine:
         self.snapshots = None if snapshots is None else snapshots(self.budget)
         self._reads = None if self.snapshots is None else StoredReads(self.snapshots.run)
         """Snapshots that are being read to go back to them."""
+        self.captures: Captures | None = None
+        """Rounds whose messages repeat; None: each message takes the general path."""
         self._lineages: dict[str, Lineage] = {}
         """Job → from what it has continued here; none if it began here."""
         # 4. What handles each message.
@@ -294,9 +298,109 @@ class Engine:
         Returns the messages to send: replies to this request, and to others that it completes. An error of the request
         is a reply as well; it is never raised.
         """
-        out = self._handle(peer, request, now)
+        out = [] if isinstance(request.body, m.Heartbeat) else self._read_unread()
+        out += self._handle(peer, request, now)
         if self._durability is not None:
             self._durability.commit(self.namespaces, self._sessions, self._finished)
+        return out
+
+    def take(self, peer: bytes, frames: Sequence[Frame], now: float) -> list[m.Outgoing] | None:
+        """Handle the frames of a request that repeats, without decoding them; otherwise like `handle`.
+
+        Returns None, and has done nothing, if they are not what was captured: `handle` takes them then.
+        """
+        captures = self.captures
+        found = None if captures is None else captures.find(peer, frames)
+        if captures is None or found is None or self.is_inconsistent or self.is_stopping:
+            return None
+        # 1. Is it the message of a rank of this session, for the open round?
+        round_, message = found
+        space = round_.space
+        if not message.take(frames, space.rounds.shared.numbers, now):
+            return None
+        try:
+            session = self._sessions.find(peer, message.session)
+        except KVStoreError:
+            message.frames = None
+            return None
+        session.last_heard, session.peer = now, peer
+        space.messages_in += 1
+        round_.unread.append(message)
+        if round_ not in captures.unread:
+            captures.unread.append(round_)
+        # 2. Those of all ranks are here.
+        out: list[m.Outgoing] = []
+        if len(round_.unread) == len(round_.messages):
+            is_usable = round_.is_usable() and space.name not in self.updaters
+            try:
+                out = self._finish_captured(round_) if is_usable else self._read_unread()
+            except Exception as error:
+                _log.exception("a captured round failed")
+                out = [_make_failed(Waiter(peer, message.number), self._internal_error(error))]
+            except BaseException:
+                self.is_inconsistent = True
+                raise
+            if self._durability is not None:
+                self._durability.commit(self.namespaces, self._sessions, self._finished)
+        return out
+
+    def _finish_captured(self, round_: CapturedRound) -> list[m.Outgoing]:
+        """Apply a captured round, and answer all ranks. What it changes is what `_finish` changes."""
+        assert self.captures is not None
+        space, batch, shared = round_.space, round_.batch, round_.space.rounds.shared
+        try:
+            round_.take_options()
+        except KVStoreError:
+            return self._read_unread()
+        update = round_.update
+        try:
+            contributions = [one.contribution(round_.optimizer) for one in round_.messages]
+            space.shard.update(contributions, round_.optimizer, update.hypers, round_.units)
+        except Exception as error:
+            return self._fail_captured(round_, error)
+        self.captures.unread.remove(round_)
+        since = {one.rank: one.since for one in round_.messages}
+        waiters = [(one.rank, one.flags, Waiter(one.peer, one.number)) for one in round_.messages]
+        for one in round_.messages:
+            for number, nbytes in one.received:
+                space.tables[number].bytes_in += nbytes
+        round_.clear()
+        end = None
+        for table, hyper in zip(batch.tables, update.packed, strict=True):
+            end = table.changed(hyper, end)
+        space.note_tables(batch.number_list)
+        space.shard.storage.end_change(batch.all_slots)
+        shared.advance(batch.numbers, since)
+        return _answer_plain(space, batch, waiters)
+
+    def _fail_captured(self, round_: CapturedRound, error: Exception) -> list[m.Outgoing]:
+        """End a captured round whose update has failed, as `_apply_batch` ends one."""
+        space, out = round_.space, list[m.Outgoing]()
+        _log.exception("the update of %d tables failed", len(round_.batch.tables))
+        # The tracker says who is to be told.
+        for one in round_.messages:
+            waiter, body = one.decoded()
+            space.push(one.rank, body)
+            space.rounds.shared.commit(one.rank, body.commits, body, waiter, one.since)
+        assert self.captures is not None
+        self.captures.unread.remove(round_)
+        round_.clear()
+        for table in round_.batch.tables:
+            told = error if isinstance(error, KVStoreError) else table.break_off(error)
+            out += self._fail(space, space.rounds.shared, table, told)
+        return out
+
+    def _read_unread(self) -> list[m.Outgoing]:
+        """Handle on the general path what was kept unread."""
+        out: list[m.Outgoing] = []
+        while self.captures is not None and self.captures.unread:
+            round_ = self.captures.unread.pop()
+            unread = [(one, one.decoded()) for one in round_.unread]
+            round_.clear()
+            for one, (waiter, body) in unread:
+                request = m.Request(self.config.run_id, one.session, waiter.number, body)
+                round_.space.messages_in -= 1
+                out += self._handle(one.peer, request, one.since)
         return out
 
     def _handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
@@ -356,7 +460,7 @@ class Engine:
 
     def tick(self, now: float) -> list[m.Outgoing]:
         """Fail waits that cannot succeed, log those that take long, and free namespaces whose workers are gone."""
-        out: list[m.Outgoing] = []
+        out = self._read_unread()
         for space in list(self.namespaces.values()):
             if now < space.next_check:
                 continue
@@ -457,7 +561,7 @@ class Engine:
         durability, self._durability = self._durability, None
         if durability is not None:
             durability.erase()
-        out: list[m.Outgoing] = []
+        out = self._read_unread()
         for space in self.namespaces.values():
             for pending in list(self._pending(space)):
                 who = space.membership.describe_all(pending.missing, now)
@@ -474,7 +578,8 @@ class Engine:
         return out + [_make_failed(Waiter(session.peer, 0), notice) for session in self._sessions]
 
     def is_idle(self) -> bool:
-        return not any(space.is_waiting() for space in self.namespaces.values())
+        has_unread = self.captures is not None and self.captures.unread
+        return not (has_unread or any(space.is_waiting() for space in self.namespaces.values()))
 
     # ---------------------------------------------------------------- rounds
 
@@ -506,6 +611,9 @@ class Engine:
             out += pipelined.advance(space, [m.unpack_slot(word)[0] for word in body.pushes[:, 0].tolist()])
         if batch is None:
             return out
+        if self.captures is not None and space.views is None and space.mode.is_sync:
+            request = m.Request(self.config.run_id, sender.session, sender.waiter.number, body)
+            self.captures.note(space, sender.rank, sender.waiter.peer, request)
         # 3. Commits. With asynchronous contributions tables may be in different trackers: the first round is shared.
         for tracker, mine in space.rounds.trackers(sender.rank, batch.numbers, commits[:, 1]):
             if mine is not None:
@@ -547,6 +655,7 @@ class Engine:
                 space.absent[table.number, rank] = left_out
             if body.hyper:
                 table.hyper.set(rank, body.hyper)
+                space.num_option_changes += 1
         # 4. End the rounds that are complete now.
         if space.views is not None:
             out += self._changes.close_round(space, now)
@@ -666,9 +775,9 @@ class Engine:
         out: list[m.Outgoing] = []
         # 1. Apply: tables that can share one update first, the others one by one.
         is_shared = tracker is space.rounds.shared
-        ended, others = None, batch.number_list
+        ended, others, update = None, batch.number_list, None
         if is_shared and decision is None:
-            ended, others = self._apply_batch(space, tracker, batch, out)
+            ended, others, update = self._apply_batch(space, tracker, batch, out)
         applied: list[int] = []
         for number in others:
             if self._finish_one(space, tracker, space.tables[number], decision, out):
@@ -696,27 +805,20 @@ class Engine:
         # 4. Reply. Ranks that want the same weights of the same tables share one message body.
         if space.views is not None and len(ended.numbers):
             out += self._changes.end_round(space, [answer.waiter for answer in answers])
-        weights: dict[int, m.Weights] = {}
-        """Flags → the message that all ranks with these flags get."""
+        out += _answer_plain(
+            space, ended, [(one.rank, one.flags, one.waiter) for one in answers if one.flags]
+        )
         for rank, waiter, flags, commits, timeout in answers:
             if flags is None:
                 out += _answer_commits(
                     space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout)
                 )
-            elif flags:
-                if flags not in weights:
-                    ranks = [one.rank for one in answers if one.flags == flags]
-                    if flags == m.WANTS_WEIGHTS:
-                        weights[flags] = space.weights(ended, *ranks)
-                    else:
-                        weights[flags] = space.weights_to_map(
-                            ended, len(ranks), bool(flags & m.LOCATIONS_CACHED)
-                        )
-                out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[flags])))
-            else:
+            elif not flags:
                 versions = [table.version for table in ended.tables]
                 rows = np.array((ended.number_list, tracker.numbers[ended.numbers] - 1, versions)).T
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, m.Done(rows))))
+        if self.captures is not None and update is not None and all([one.flags for one in answers]):
+            self.captures.capture(space, ended, update)
         return out + self._release(space) if space.waits.all else out
 
     def _finish_one(
@@ -748,19 +850,21 @@ class Engine:
 
     def _apply_batch(
         self, space: Namespace, tracker: RoundTracker, batch: TableBatch, out: list[m.Outgoing]
-    ) -> tuple[TableBatch | None, list[int]]:
+    ) -> tuple[TableBatch | None, list[int], BatchUpdate | None]:
         """Sum and update all batchable tables in one call; `out` receives the messages of rounds that fail.
 
-        Returns the tables that were updated, or None, and the numbers of tables that must be updated one by one.
+        Returns the tables that were updated, or None, the numbers of tables that must be updated one by one, and how
+        those were updated, if it was all of them.
         """
+        num_tables = len(batch.tables)
         # 1. Which tables can share one call. A user's updater is called table by table.
         try:
             optimizer = space.optimizer.agreed()
         except KVStoreError:
-            return None, batch.number_list
+            return None, batch.number_list, None
         can_batch, others = space.can_batch(tracker, batch, optimizer), list[int]()
         if True not in can_batch or space.name in self.updaters:
-            return None, batch.number_list
+            return None, batch.number_list, None
         if False in can_batch or not batch.is_ascending:
             others = [
                 n for n, is_batchable in zip(batch.number_list, can_batch, strict=True) if not is_batchable
@@ -780,7 +884,7 @@ class Engine:
                 packed.append(hyper)
                 agreed.append(table.number)
         if not agreed:
-            return None, others
+            return None, others, None
         if len(agreed) < len(batch.number_list):
             batch = space.batch_of(np.array(agreed))
         # 3. Sum and update all of them at once.
@@ -798,17 +902,18 @@ class Engine:
         except KVStoreError as error:  # nothing has changed
             for table in batch.tables:
                 out += self._fail(space, tracker, table, error)
-            return None, others
+            return None, others, None
         except Exception as error:
             _log.exception("the update of %d tables failed", len(batch.tables))
             for table in batch.tables:
                 out += self._fail(space, tracker, table, table.break_off(error))
-            return None, others
+            return None, others, None
         # 4. Record the new versions. Tables with equal ends share one object.
         end = None
         for table, hyper in zip(batch.tables, packed, strict=True):
             end = table.changed(hyper, end)
-        return batch, others
+        is_whole = not others and len(batch.tables) == num_tables
+        return batch, others, BatchUpdate(optimizer, hypers, packed) if is_whole else None
 
     def _apply(
         self, space: Namespace, tracker: RoundTracker, table: Table, decision: Decision | None
@@ -1320,6 +1425,8 @@ class Engine:
         if self._durability is not None:
             self._durability.end(space.name)
         space.end()
+        if self.captures is not None:
+            self.captures.forget(space)
         self.num_ended += 1
         job = _job_of(space.name)
         self._left.pop(space.name, None)
@@ -1578,6 +1685,22 @@ class Engine:
 
     def _leave_rounds(self, sender: Sender, body: m.LeaveRounds) -> list[m.Outgoing]:
         return self._changes.leave(sender.space, sender.rank, body.table) + _make_status(sender)
+
+
+def _answer_plain(
+    space: Namespace, batch: TableBatch, asked: Sequence[tuple[int, int | None, Waiter]]
+) -> list[m.Outgoing]:
+    """Return the new weights of some tables for ranks, given as (rank, flags, waiter); equal ones share a message."""
+    weights: dict[int | None, m.Weights] = {}
+    for _, flags, _ in asked:
+        if flags not in weights:
+            ranks = [rank for rank, own, _ in asked if own == flags]
+            if flags == m.WANTS_WEIGHTS:
+                weights[flags] = space.weights(batch, *ranks)
+            else:
+                are_known = bool(flags and flags & m.LOCATIONS_CACHED)
+                weights[flags] = space.weights_to_map(batch, len(ranks), are_known)
+    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[flags])) for _, flags, waiter in asked]
 
 
 def _list_answers(

@@ -245,6 +245,8 @@ class Namespace:
         self.lineage = Lineage()
         """From what its job has continued on this server."""
         self._dtypes: list[torch.dtype] = []
+        self.num_option_changes = 0
+        """How often the optimizer, or what a rank has sent of its options, has changed."""
         """The dtype of each slot."""
         self._is_resident: list[bool] = []
         """For each slot, whether workers hold a copy of it."""
@@ -606,6 +608,7 @@ class Namespace:
         self.forget_declaration(rank)
         for table in self.tables if not self.mode.is_sync else ():
             table.hyper.forget(rank)
+        self.num_option_changes += 1
         if self.changes is not None and not self.mode.is_sync:  # its lane and its clocks are gone, too
             self.changes.note_hypers(range(len(self.tables)))
             self.changes.note_tables(range(len(self.tables)))
@@ -620,6 +623,7 @@ class Namespace:
                 self.changes.note_client(*key)
         for table in self.tables:
             table.hyper.forget(rank)
+        self.num_option_changes += 1
         if self.changes is not None:
             self.changes.note_hypers(range(len(self.tables)))
 
@@ -799,6 +803,9 @@ class Namespace:
         """Return the table of a slot, and the position of the slice among those of the table on this server."""
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
+
+    def dtype_of(self, slot: int) -> torch.dtype:
+        return self._dtypes[slot]
 
     def rank_commit(
         self, rank: int, tracker: RoundTracker, table: Table, optimizer: Optimizer | None
@@ -1002,6 +1009,7 @@ class Namespace:
         """
         # Memory for its state is claimed before it is accepted.
         replaced = self.optimizer.set(rank, spec, self._make_room)
+        self.num_option_changes += 1
         if replaced is not None:
             _log.warning(
                 "namespace %r: the state of optimizer %r is dropped because another one is set",

@@ -694,6 +694,13 @@ class RoundTracker:
         since = {
             rank: info.since for rank, inputs in self.inputs.items() if (info := inputs.commit_infos[one])
         }
+        for inputs in self.inputs.values():
+            inputs.clear(tables, slots)
+        self.advance(tables, since)
+
+    def advance(self, tables: Ints, since: Mapping[int, float]) -> None:
+        """Open the next rounds of some tables; `since`: when each rank has committed that of the first one."""
+        one = tables[0]
         first, last = min(since.values(), default=0.0), max(since.values(), default=0.0)
         for rank, at in since.items():
             self.lateness[rank] += at - first
@@ -705,8 +712,6 @@ class RoundTracker:
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]
         self._failed[tables] = _NEVER
-        for inputs in self.inputs.values():
-            inputs.clear(tables, slots)
         self.numbers[tables] += 1
         self.num_committed[tables] = 0
 

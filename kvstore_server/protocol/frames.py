@@ -420,11 +420,12 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     payload, factor = _read_payload_frame(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
     contribution = m.Contribute(pushes, (payload,), commits, rescale=factor, timeout=timeout, hold=hold)
     if nbytes > size:
-        _decode_extra(body[size:], contribution)
+        decode_extra(body[size:], contribution)
     return contribution
 
 
-def _decode_extra(packed: memoryview, into: m.Contribute) -> None:
+def decode_extra(packed: memoryview, into: m.Contribute) -> None:
+    """Inverse of `encode_extra`. Raises ProtocolError."""
     extra = unpack_control(packed)
     kinds = [bytes, bytes, list, bytes, int, list, int, bool]
     if not (isinstance(extra, list) and list(map(type, extra)) == kinds):
@@ -458,9 +459,13 @@ class ContributeTemplate:
         words, begin = np.frombuffer(self.frame, _WORD), (_HEADER.size + _CONTRIBUTE.size) // _WORD.itemsize
         num_pushes, num_commits = words[_HEADER.size // _WORD.itemsize :][:2].tolist()
         split = begin + m.PUSH_WORDS * num_pushes
-        self.number, self.rescale = words[2:3], words[begin - 3 : begin - 2].view(np.float64)
+        self.words, self.number = words, words[2:3]
+        self.rescale = words[begin - 3 : begin - 2].view(np.float64)
         self.pushes = words[begin:split].reshape(-1, m.PUSH_WORDS)
         self.commits = words[split:].reshape(-1, m.COMMIT_WORDS)
+        versions = np.arange(split + 4, len(words), m.COMMIT_WORDS)
+        self.free = np.concatenate(([2, begin - 3], versions))
+        """Where in the words the numbers are that the receiver cannot know: the request, the factor, and versions."""
         if len(self.commits) != num_commits:
             raise ProtocolError(
                 f"a frame of {len(self.frame)} bytes is not pushes and {num_commits} commits alone"

@@ -28,6 +28,7 @@ from tests.sim.model import Violation
 from tests.sim.recovery_process import RANKS, SERVERS, Case, Process, every_place
 from tests.sim.schedule import Cautious, Lazy, Remembering
 from tests.sim.workers import tiny_slices
+from tests.support.captures import handle_frames
 from tests.support.durable import Crash, HeldDescriptors, crashes, durable_engine
 from tests.support.restarts import state_of
 
@@ -234,7 +235,7 @@ class Job:
         peer, armed = self.processes[number].peer, self._armed[server]
         try:
             with crashes(armed) if armed is not None else NOTHING_ARMED:
-                out = self.engines[server].handle(peer, request, 0.0)
+                out = handle_frames(self.engines[server], peer, request, 0.0, self.seen)
         except Crash as crash:
             self.seen.update(["crashed", f"crashed at {crash}"])
             self._restart(server)

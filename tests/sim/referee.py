@@ -18,6 +18,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import PACKED_ROWS
 from tests.sim.model import AsyncModel, Commit, Members, SyncModel, To, Told, Violation, Weights
 from tests.sim.workers import NUM_WORKERS, Array, Worker
+from tests.support.captures import handle_frames
 
 PULL = 1 << 40
 """The number of a request of the referee's own."""
@@ -112,7 +113,8 @@ class Referee:
         return out
 
     def _ask(self, process: int, request: m.Request, now: float) -> list[Delivery]:
-        return [Delivery(int(o.peer), o.reply) for o in self.engine.handle(b"%d" % process, request, now)]
+        found = handle_frames(self.engine, b"%d" % process, request, now, self._seen)
+        return [Delivery(int(o.peer), o.reply) for o in found]
 
     # ---------------------------------------------------------------- what the models expect
 

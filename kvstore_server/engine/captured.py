@@ -1,0 +1,299 @@
+"""Rounds whose messages repeat, on a server: what follows from their shape is kept.
+
+In most rounds each rank sends one message, whose bytes are those of its last one but for the gradients and a few
+numbers. A `CapturedRound` has a template of the message of each rank. One that fits is neither decoded nor recorded: it
+is kept unread until those of all ranks are here. Then the sum is applied, and the tables go to the next round.
+
+Invariants:
+
+- The result is that of the general path in `Engine`: the same checks have passed for the message from which a template
+  was made, and the numbers that may differ are compared with the open round.
+- Nothing sees a message that is unread. Before the engine handles anything else it reads those first (`Engine.handle`,
+  `tick`, `stop`, `abandon`): they take the general path in the order in which they have come. So a round of which some
+  messages fit and others do not is a general one.
+- `is_usable` is the guard of all that a round depends on beside its messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvstore_server.engine.namespace import Namespace, TableBatch
+from kvstore_server.engine.rounds import Ints, Waiter
+from kvstore_server.errors import ProtocolError
+from kvstore_server.optimizer import Optimizer
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import (
+    ContributeTemplate,
+    Frame,
+    decode_extra,
+    decode_frames,
+    encode_frames_and_payloads,
+)
+from kvstore_server.shard.reduction import RankContribution, Run
+from kvstore_server.shard.storage import Hypers
+
+MAX_CAPTURED = 64
+"""How many rounds of different tables are kept for each namespace."""
+_COUNTS, _FIRST_SLOT = slice(32, 48), slice(72, 80)
+"""The bytes of a contribution's first frame with the numbers of slices and commits, and with the first slice."""
+_NO_PUSHES, _NO_COMMITS = m.matrix((), m.PUSH_WORDS), m.matrix((), m.COMMIT_WORDS)
+
+Key = tuple[bytes, bytes, bytes]
+
+
+def key_of(peer: bytes, frames: Sequence[Frame]) -> Key:
+    """Return what tells apart the messages of a peer that repeat: how many slices they have, and the first one."""
+    head = memoryview(frames[0])
+    return peer, bytes(head[_COUNTS]), bytes(head[_FIRST_SLOT])
+
+
+class Noted(NamedTuple):
+    """A message of a rank that took the general path, without its payload."""
+
+    peer: bytes
+    request: m.Request
+    """Its body has no payloads."""
+    nbytes: int
+    """Of the payload."""
+
+
+def note(peer: bytes, request: m.Request) -> Noted | None:
+    """Return what is kept of a message to capture its round; None if it is not plain."""
+    body = request.body
+    assert isinstance(body, m.Contribute)
+    if not (len(body.pushes) and len(body.commits)) or body.hold or _is_special(body):
+        return None
+    # The matrices are views of the message.
+    own = m.Contribute(
+        body.pushes.copy(), (), body.commits.copy(), rescale=body.rescale, timeout=body.timeout
+    )
+    return Noted(peer, request._replace(body=own), sum([one.nbytes for one in body.payloads]))
+
+
+def _is_special(body: m.Contribute) -> bool:
+    """Return whether there is more behind the commits than options and what a successor gets."""
+    return bool(body.encoding or body.absent or body.view >= 0)
+
+
+class BatchUpdate(NamedTuple):
+    """How some tables were updated together."""
+
+    optimizer: Optimizer | None
+    hypers: Sequence[Hypers]
+    """The options of each table, as the shard takes them."""
+    packed: Sequence[bytes]
+    """The same, as they were sent."""
+
+
+class CapturedMessage:
+    """What a rank sends in each round, and its message of the open round, unread."""
+
+    def __init__(self, rank: int, noted: Noted, space: Namespace) -> None:
+        self.rank, self.peer, self.session = rank, noted.peer, noted.request.session
+        body: Any = noted.request.body
+        frames, _ = encode_frames_and_payloads(noted.request)
+        self._template, self._nbytes = ContributeTemplate(frames[0]), noted.nbytes
+        self.key = key_of(noted.peer, frames)
+        self.flags = int(body.commits[0, 5])
+        # 1. Which rounds its numbers are of.
+        slots = body.pushes[:, 0]
+        self._numbers = space.rounds.shared.numbers
+        self.tables: Ints = body.commits[:, 0]
+        self._push_tables = space.rounds.slots.table[slots]
+        # 2. Where in the payload the gradients of neighbouring slices are.
+        ends = np.cumsum(body.pushes[:, 3])
+        order = np.argsort(slots)
+        offsets = (ends - body.pushes[:, 3])[order]
+        runs = space.rounds.slots.divide(slots[order], offsets)
+        begin_of = dict(zip(slots.tolist(), (ends - body.pushes[:, 3]).tolist(), strict=True))
+        self._runs = [
+            (first, end, space.dtype_of(first), begin_of[first], nbytes) for first, end, nbytes in runs
+        ]
+        sizes = np.bincount(self._push_tables, body.pushes[:, 3]).astype(np.int64)
+        self.received = [(number, int(sizes[number])) for number in np.flatnonzero(sizes).tolist()]
+        # 3. The message of the open round, what is behind its commits, and when it has come.
+        self.extra: m.Contribute | None = None
+        self.frames: Sequence[Frame] | None = None
+        self.number = 0
+        self.since = 0.0
+
+    def take(self, frames: Sequence[Frame], rounds: Ints, now: float) -> bool:
+        """Keep a message if it is the one of these rounds; return whether it is.
+
+        Args:
+            rounds: The open rounds of all tables.
+        """
+        head, template = frames[0], self._template
+        if len(frames) != 2 or len(frames[1]) != self._nbytes or self.frames is not None:
+            return False
+        fixed, tail = memoryview(head)[: len(template.frame)], memoryview(head)[len(template.frame) :]
+        if len(fixed) < len(template.frame):
+            return False
+        words = np.frombuffer(fixed, np.int64)
+        template.words[template.free] = words[template.free]
+        template.pushes[:, 1] = rounds[self._push_tables]
+        template.commits[:, 1] = rounds[self.tables]
+        if template.frame != fixed or math.isinf(template.rescale[0]):
+            return False
+        self.extra = None
+        if len(tail):
+            self.extra = m.Contribute(_NO_PUSHES, (), _NO_COMMITS)
+            try:
+                decode_extra(tail, self.extra)
+            except ProtocolError:
+                return False  # the general path says what is wrong
+            if _is_special(self.extra):
+                return False
+        self.frames, self.number, self.since = tuple(frames), int(template.number[0]), now
+        return True
+
+    @property
+    def hyper(self) -> bytes:
+        return b"" if self.extra is None else self.extra.hyper
+
+    @property
+    def client_state(self) -> bytes:
+        return b"" if self.extra is None else self.extra.client_state
+
+    def contribution(self, optimizer: Optimizer) -> RankContribution:
+        assert self.frames is not None
+        scale = float(self._template.rescale[0])
+        payload = self.frames[1]
+        runs = [
+            Run(
+                first,
+                end,
+                torch.frombuffer(payload, dtype=dtype, count=nbytes // dtype.itemsize, offset=begin),
+            )
+            for first, end, dtype, begin, nbytes in self._runs
+        ]
+        return RankContribution(runs, optimizer.rescale_grad if math.isnan(scale) else scale)
+
+    def decoded(self) -> tuple[Waiter, m.Contribute]:
+        assert self.frames is not None
+        _, _, number, body = decode_frames(self.frames)
+        return Waiter(self.peer, number), body
+
+
+class CapturedRound:
+    """A synchronous round of some tables with plain gradients of all ranks, updated by one call."""
+
+    def __init__(
+        self,
+        space: Namespace,
+        batch: TableBatch,
+        optimizer: Optimizer,
+        update: BatchUpdate,
+        messages: Sequence[CapturedMessage],
+    ) -> None:
+        """`messages` are in the order of ranks, which is that of summation."""
+        self.space, self.batch, self.optimizer = space, batch, optimizer
+        self.update = update
+        self.messages = messages
+        self.unread: list[CapturedMessage] = []
+        """In the order in which they have come."""
+        self.units = [table.unit for table in batch.tables]
+        self._options, self._num_tables = space.num_option_changes, len(space.tables)
+
+    def take_options(self) -> None:
+        """Use the options that have come with the messages, and keep what successors get.
+
+        Raises KVStoreError as the general path does, which takes the same messages once more.
+        """
+        space, tables, shared = self.space, self.batch.tables, self.space.rounds.shared
+        for one in self.messages:
+            if one.client_state:
+                space.keep_client_state(one.rank, tables, shared, one.client_state)
+        new = [one for one in self.messages if one.hyper]
+        if not new:
+            return
+        for table in tables:
+            for one in new:
+                table.hyper.check(one.hyper)
+                table.hyper.set(one.rank, one.hyper)
+        if space.changes is not None:
+            space.changes.note_hypers(self.batch.number_list)
+        packed = [table.hyper.common(shared.members) for table in tables]
+        rows = zip(tables, packed, strict=True)
+        hypers = [table.hypers((), self.optimizer, own) for table, own in rows]
+        space.num_option_changes += 1
+        self.update, self._options = BatchUpdate(self.optimizer, hypers, packed), space.num_option_changes
+
+    def clear(self) -> None:
+        """Forget the messages of the open round."""
+        self.unread.clear()
+        for one in self.messages:
+            one.frames = None
+
+    def is_usable(self) -> bool:
+        """Return whether tables, options and the job are as they were, and no rank has given anything else."""
+        space, shared = self.space, self.space.rounds.shared
+        numbers = self.batch.numbers
+        return (
+            space.num_option_changes == self._options
+            and len(space.tables) == self._num_tables
+            and not (space.absent or space.recording.active or space.waits.all or space.rounds.pipelined)
+            and not (space.shard.undos or space.shard.keeps_undos)
+            and len(shared.inputs) <= len(self.messages) == shared.num_members
+            and not any(
+                [
+                    inputs.sums[numbers].any() or inputs.partial or inputs.intents
+                    for inputs in shared.inputs.values()
+                ]
+            )
+            and not shared.num_committed[numbers].any()
+            and all([table.held is None and table.conflict is None for table in self.batch.tables])
+        )
+
+
+class Captures:
+    """The captured rounds of all namespaces, and the messages from which more can be made."""
+
+    def __init__(self) -> None:
+        self.unread: list[CapturedRound] = []
+        """Those that have messages which nobody has read."""
+        self._found: dict[Key, tuple[CapturedRound, CapturedMessage]] = {}
+        self._noted: dict[tuple[str, bytes], dict[int, Noted]] = {}
+        """(namespace, its tables) → by rank, the last message about these."""
+
+    def find(self, peer: bytes, frames: Sequence[Frame]) -> tuple[CapturedRound, CapturedMessage] | None:
+        return self._found.get(key_of(peer, frames))
+
+    def note(self, space: Namespace, rank: int, peer: bytes, request: m.Request) -> None:
+        """Keep what is needed to capture the round of a message that takes the general path."""
+        noted = note(peer, request)
+        if noted is not None:
+            if len(self._noted) >= MAX_CAPTURED:
+                self._noted.clear()
+            key = space.name, request.body.commits[:, 0].tobytes()  # type: ignore[union-attr]
+            self._noted.setdefault(key, {})[rank] = noted
+
+    def capture(self, space: Namespace, batch: TableBatch, update: BatchUpdate) -> None:
+        """Capture a round that was just applied, if the messages of all ranks were plain."""
+        noted = self._noted.pop((space.name, batch.numbers.tobytes()), {})
+        ranks, optimizer = space.rounds.shared.members, update.optimizer
+        if optimizer is None or optimizer.may_raise or optimizer.lr_scheduler is not None:
+            return
+        for rank in ranks:
+            body: Any = noted[rank].request.body if rank in noted else None
+            if body is None or not np.array_equal(body.commits[:, 0], batch.numbers):
+                return
+            if not np.array_equal(np.sort(body.pushes[:, 0]), batch.all_slots):
+                return  # some slices came in other messages
+        messages = [CapturedMessage(rank, noted[rank], space) for rank in ranks]
+        found = CapturedRound(space, batch, optimizer, update, messages)
+        if len(self._found) >= MAX_CAPTURED:
+            self._found.clear()
+        self._found.update({one.key: (found, one) for one in messages})
+
+    def forget(self, space: Namespace) -> None:
+        """Drop what is kept of a namespace, which has ended."""
+        self._found = {key: one for key, one in self._found.items() if one[0].space is not space}
+        self._noted = {key: one for key, one in self._noted.items() if key[0] != space.name}
+        self.unread = [one for one in self.unread if one.space is not space]
