@@ -90,10 +90,10 @@ class Embedding(nn.Module):
         scale = float(scale) if check.is_number(scale) else scale
         decay = check.number("weight_decay", weight_decay, 0)
         limit = 0.0 if max_norm is None else check.number("max_norm", max_norm, above=0)
-        own = _described(optimizer, optimizer_params)
         options = HashTableOptions(
-            seed, init, scale, admit_after, expire_after, max_rows, evict, decay, limit, own
+            seed, init, scale, admit_after, expire_after, max_rows, evict, decay, limit, ""
         )
+        options = options._replace(optimizer=_described(optimizer, optimizer_params, options))
         self.weight = HashTableParameter(
             dim, options, dtype=dtype, device=device, cache_rows=cache_rows, cache_age=cache_age
         )
@@ -188,7 +188,9 @@ class Embedding(nn.Module):
 
 
 def _described(
-    optimizer: str | type | Optimizer | torch.optim.Optimizer | None, params: Mapping[str, Any] | None
+    optimizer: str | type | Optimizer | torch.optim.Optimizer | None,
+    params: Mapping[str, Any] | None,
+    table: HashTableOptions,
 ) -> str:
     """Describe a table's own optimizer as text; empty: none."""
     if optimizer is None and params is None:
@@ -197,8 +199,9 @@ def _described(
         raise ConfigurationError(f"optimizer_params={params!r:.80} needs the name of an optimizer beside it")
     options = {} if params is None else check.mapping("optimizer_params", params)
     built = create_optimizer(optimizer, **options)
-    check_hash_table("this table", HashTableOptions(), built, built.hyper)
     has_rate = not isinstance(optimizer, str | type) or bool(options.keys() & {"learning_rate", "lr"})
+    # Which rate a table without one has is known in a Trainer.
+    check_hash_table("this Embedding", table, built, built.hyper if has_rate else {**built.hyper, "lr": 0.0})
     return describe_table_optimizer(built, has_rate)
 
 

@@ -131,7 +131,7 @@ class AgreedOptions:
                     optimizer.check_key(spec.key, spec.shape, row)
                 else:
                     own, _ = table_optimizer(spec.hash_table, optimizer)
-                    check_hash_table(spec.key, spec.hash_table, own, row)
+                    check_hash_table(f"hash table {spec.key!r}", spec.hash_table, own, row)
                     if optimizer.may_raise:  # an update of rows could not be taken back
                         raise ConfigurationError(
                             f"optimizer {optimizer.registered_name} may raise in the middle of a round, so it cannot "

@@ -14,6 +14,10 @@ process that finds the arrays of a former one rebuilds only the index (`restore`
 Weight decay is lazy: `_DECAY` is the sum of the logarithms of the factors of all rounds so far, and each row has what
 that was when the row was multiplied last. Each read or update of a row multiplies it by what has come since.
 
+Momentum is lazy, too, if the optimizer moves rows without gradient by it (`row_momentum`): a read or update
+of a row moves it as the rounds since its last gradient would have (`move_rows`). When the factor of momentum changes,
+all rows are moved first.
+
 With `SpilledMemory`, weights and optimizer state are in files on a disk, and a table may be larger than memory.
 `RowSlots` are in memory, because they are searched all the time. Before an update changes anything, blocks of the disk
 are allocated for all rows that may come, also in arrays of the state that this update creates.
@@ -61,8 +65,8 @@ from kvstore_server.optimizer.trees import decode_tree_entry, encode_tree_entry
 from kvstore_server.plan import HASH_SLICES, HashTableOptions, slices_of_hashes
 from kvstore_server.protocol.rows import INITIAL, SAME, SENT, HeldRows, RowSet, new_pulled_rows
 from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints
-from kvstore_server.shard.row_values import initial_rows, limit_norms, multiply_rows
-from kvstore_server.shard.table_optimizer import own_table_optimizer
+from kvstore_server.shard.row_values import initial_rows, limit_norms, move_rows, multiply_rows
+from kvstore_server.shard.table_optimizer import own_table_optimizer, row_momentum
 
 Counts = npt.NDArray[np.int32]
 AllocateTable = Callable[[str, int], Tensor]
@@ -143,7 +147,8 @@ def slots_in_files(row_nbytes: int, room: int) -> int:
 
 
 _SLOT = np.dtype([("row", "<i8"), ("touched", "<i4"), ("count", "<i4")])
-_STEP, _HAS_STATE, _END, _SWEPT, _CANDIDATES_END, _CANDIDATES_SWEPT, _ROOM, _DECAY, _ADMITTED = range(9)
+_STEP, _HAS_STATE, _END, _SWEPT, _CANDIDATES_END, _CANDIDATES_SWEPT, _ROOM, _DECAY = range(8)
+_MOMENTUM, _SINCE, _ADMITTED = range(8, 11)
 _REFUSED, _EVICTED = _ADMITTED + HASH_SLICES, _ADMITTED + 2 * HASH_SLICES
 _HEAD = _ADMITTED + 3 * HASH_SLICES
 """Numbers of a table; those of what has happened are kept by slice."""
@@ -158,6 +163,8 @@ _MAX_STEP = (1 << 31) - (1 << 20)
 """More updates than a table ever has: they are counted in 32 bits."""
 _MOST_STATES, _LONGEST = 16, 64
 """The most entries of an optimizer's state, and the longest name of one."""
+_BUFFER = "momentum_buffer"
+"""The momentum of rows in the optimizer's state."""
 _CANDIDATE, _STATE = "candidate ", "state "
 """Begin of the names of what `slice_state` has of rows that may not come yet, and of the optimizer's state."""
 _PRESENT = "present rows"
@@ -371,6 +378,8 @@ class HashTable:
         """For each row, what `_decay` was when the row was multiplied last; None without weight decay."""
         if options.weight_decay:
             self._decayed = self._reserve("decayed", torch.float64, (1,))
+        self._momentum = self._head[_MOMENTUM : _MOMENTUM + 1].view(np.float64)
+        """The factor of momentum that moves rows without gradient; 0: nothing moves them. Since the step `_SINCE`."""
         self._coming: list[Tensor] = []
         """Spilled arrays of the state that the next update may create."""
         self._tried: tuple[Optimizer, Hyper] | None = None
@@ -420,13 +429,13 @@ class HashTable:
         forms = np.where(slots < 0, INITIAL, SENT).astype(np.uint8)
         if held is not None and held.epoch == self.epoch:
             # A row that is there has not changed since it was updated last, and came with an update, too.
-            touched = self.slots.touched[np.maximum(slots, 0)] if self._decayed is None else self.step
+            changes = self._decayed is not None or self._momentum[0]
+            touched = self.step if changes else self.slots.touched[np.maximum(slots, 0)]
             forms[(slots >= 0) & (held.steps >= touched) & (held.steps <= self.step)] = SAME
         sent = torch.from_numpy(slots[forms == SENT])
         data, values = new_pulled_rows(self.step, self.epoch, forms, self.width, self.dtype)
         torch.index_select(self.weights, 0, sent, out=values)
-        if self._decayed is not None:
-            multiply_rows(values, self._decay - self._decayed.index_select(0, sent)[:, 0].numpy())
+        self._bring_up(values, sent)
         return data
 
     def read_former(self, rows: Ints, former: FormerRows) -> Tensor:
@@ -439,7 +448,7 @@ class HashTable:
         if head is None:
             return self.read(rows)  # the table has not changed
         step, end = head[1].view(torch.int64)[0, [_STEP, _END]].tolist()
-        decay = float(head[1].view(torch.float64)[0, _DECAY])
+        decay, mu = head[1].view(torch.float64)[0, [_DECAY, _MOMENTUM]].tolist()
         # 1. The slots that were changed: which rows they had, and when these were updated.
         found = former(self.slots.memory)
         changed, slots = (np.zeros(0, np.int64), np.zeros(0, _SLOT))
@@ -459,16 +468,37 @@ class HashTable:
             at[touched < step + 1 - self.options.expire_after] = -1
         # 3. Their weights then.
         values = _former_rows(self.weights, at, former)
-        if self._decayed is not None:
-            multiply_rows(values, decay - _former_rows(self._decayed, at, former)[:, 0].numpy())
+        decayed = None if self._decayed is None else _former_rows(self._decayed, at, former)
+        logarithms = _logarithms(decay, decayed, len(at))
+        buffer = self.values.get(_BUFFER)
+        if mu and _is_array(buffer):
+            since = int(head[1].view(torch.int64)[0, _SINCE])
+            missed = _missed_rounds(step, touched, since)
+            move_rows(values, _former_rows(buffer, at, former), mu, missed, logarithms)
+        else:
+            multiply_rows(values, logarithms)
         return self._with_initial(rows, at, values)
 
     def _read_slots(self, rows: Ints, slots: Ints) -> Tensor:
         where = torch.from_numpy(np.maximum(slots, 0))
         found = self.weights.index_select(0, where)
-        if self._decayed is not None:
-            multiply_rows(found, self._decay - self._decayed.index_select(0, where)[:, 0].numpy())
+        self._bring_up(found, where)
         return self._with_initial(rows, slots, found)
+
+    def _bring_up(self, values: Tensor, slots: Tensor) -> None:
+        """Change copies of rows as weight decay and momentum have changed the rows since they were trained last."""
+        decayed = None if self._decayed is None else self._decayed.index_select(0, slots)
+        logarithms = _logarithms(float(self._decay[0]), decayed, len(slots))
+        buffer = self.values.get(_BUFFER)
+        if self._momentum[0] and _is_array(buffer):
+            missed = self._missed(slots)
+            move_rows(values, buffer.index_select(0, slots), float(self._momentum[0]), missed, logarithms)
+        else:
+            multiply_rows(values, logarithms)
+
+    def _missed(self, slots: Tensor) -> Ints:
+        """Return for how many rounds momentum has moved rows that are still to be moved."""
+        return _missed_rounds(self.step, self.slots.touched[slots.numpy()], int(self._head[_SINCE]))
 
     def _with_initial(self, rows: Ints, slots: Ints, values: Tensor) -> Tensor:
         """Replace the values of rows that have no slot by their initial values."""
@@ -502,6 +532,7 @@ class HashTable:
         self._protect(self._head_memory, _ONLY)
         if not self.has_state:
             self._create_state(optimizer)
+        self._set_momentum(row_momentum(optimizer, hyper))
         # 1. Rows that have expired are new again, rows that are not there may come.
         slots = self.slots.find(numbers)
         known = np.flatnonzero(slots >= 0)
@@ -518,9 +549,8 @@ class HashTable:
         if len(here) < len(slots):
             slots, times, values = slots[here], times[here], values.index_select(0, torch.from_numpy(here))
         self._protect_rows(slots)
+        self._catch_up(torch.from_numpy(slots), hyper["lr"])
         self.slots.touch(slots, now, times)
-        if self._decayed is not None:
-            self._decay_rows(torch.from_numpy(slots), hyper["lr"])
         self._apply(optimizer, torch.from_numpy(slots), values, hyper)
         if self.options.max_norm:
             self._limit_norms(torch.from_numpy(slots))
@@ -551,18 +581,48 @@ class HashTable:
             self.values = state.values
         self._keep_entries()
 
-    def _decay_rows(self, slots: Tensor, lr: float) -> None:
-        """Multiply rows by the factors of this round and of those since they were multiplied last."""
-        assert self._decayed is not None
-        self._decay += math.log1p(-lr * self.options.weight_decay)
-        logarithms = self._decay - gather_rows(self._decayed, slots, 0)[:, 0].numpy()
+    def _catch_up(self, slots: Tensor, lr: float = 0.0) -> None:
+        """Change rows as the rounds since they were trained last do, and as the weight decay of this round does."""
+        buffer = self.values.get(_BUFFER) if self._momentum[0] else None
+        if self._decayed is None and not _is_array(buffer):
+            return
+        last = math.log1p(-lr * self.options.weight_decay) if self._decayed is not None else 0.0
+        self._decay += last
+        decayed = None if self._decayed is None else gather_rows(self._decayed, slots, 0)
+        logarithms = _logarithms(float(self._decay[0]), decayed, len(slots))
         rows = gather_rows(self.weights if self.master is None else self.master, slots, 0)
-        multiply_rows(rows, logarithms)
+        if _is_array(buffer):
+            momentum = gather_rows(buffer, slots, 0)
+            move_rows(rows, momentum, float(self._momentum[0]), self._missed(slots), logarithms, last)
+            scatter_rows(buffer, slots, momentum)
+        else:
+            multiply_rows(rows, logarithms)
         if self.master is not None:
             scatter_rows(self.master, slots, rows)
         scatter_rows(self.weights, slots, rows.to(self.dtype))
-        now = torch.full((len(slots), 1), float(self._decay[0]), dtype=torch.float64, device="cpu")
-        scatter_rows(self._decayed, slots, now)
+        if self._decayed is not None:
+            now = torch.full((len(slots), 1), float(self._decay[0]), dtype=torch.float64, device="cpu")
+            scatter_rows(self._decayed, slots, now)
+
+    def _set_momentum(self, mu: float) -> None:
+        """Let momentum move rows by another factor from the next round on."""
+        if mu == self._momentum[0]:
+            return
+        self._move_all_rows()
+        self._momentum[0], self._head[_SINCE] = mu, self.step
+
+    def _move_all_rows(self) -> None:
+        """Move all rows as momentum has since they were trained last."""
+        if not self._momentum[0]:
+            return
+        live = self.slots.live()
+        for first in range(0, len(live), _BLOCK):
+            slots = live[first : first + _BLOCK]
+            self._protect_rows(slots)
+            self._catch_up(torch.from_numpy(slots))
+        # Rows have changed that no update has touched.
+        self.epoch += 1
+        self._histories = [new_history()] * HASH_SLICES
 
     def _limit_norms(self, slots: Tensor) -> None:
         """Limit the norms of rows that were updated."""
@@ -613,11 +673,12 @@ class HashTable:
     def forget_state(self) -> None:
         """Forget the optimizer's state, because another optimizer follows. The clock restarts at 0."""
         self._protect(self._head_memory, _ONLY)
+        self._set_momentum(0.0)
         for slots in (self.slots, self._candidates):
             live = slots.live()
             slots.protect(live)
             slots.touched[live] = 1
-        self._head[_STEP] = self._head[_HAS_STATE] = 0
+        self._head[_STEP] = self._head[_HAS_STATE] = self._head[_SINCE] = 0
         self.values, self.master = {}, None
         self.epoch += 1
         self._coming, self._tried = [], None
@@ -880,6 +941,8 @@ class HashTable:
                     found[name] = array.index_select(0, torch.from_numpy(which))
         if self._decayed is not None:
             found["decay"] = float(self._decay[0])
+        if self._momentum[0]:
+            found |= {"momentum": float(self._momentum[0]), "momentum since": int(self._head[_SINCE])}
         figures = self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]]
         found["figures"] = torch.from_numpy(figures)[None]
         found |= {f"{_STATE}{name}": value for name, value in self.values.items() if not _is_array(value)}
@@ -959,6 +1022,8 @@ class HashTable:
         self._head[[_ADMITTED + number, _REFUSED + number, _EVICTED + number]] = np.asarray(figures)[0]
         self._head[_STEP] = step
         self._decay[0] = given.get("decay", 0.0)
+        self._momentum[0] = given.get("momentum", 0.0)
+        self._head[_SINCE] = given.get("momentum since", 0)
         self._histories[number] = history or new_history()
         self._keep_entries()
 
@@ -972,6 +1037,8 @@ class HashTable:
         fits &= is_half(self.weights) or "wide weights" not in arrays
         fits &= _is_decay(given.get("decay", 0.0), arrays.get("decayed"))
         fits &= self._decayed is not None or "decayed" not in arrays
+        mu, since = given.get("momentum", 0.0), given.get("momentum since", 0)
+        fits &= isinstance(mu, float) and 0.0 <= mu < 1.0 and type(since) is int and 0 <= since < _MAX_STEP
         for name, value in arrays.items():
             shape = tuple(value.shape[1:])
             fits &= (
@@ -1044,6 +1111,34 @@ def _former_rows(array: Tensor, slots: Ints, former: FormerRows) -> Tensor:
         were_changed = (before[0][place] == slots) & (slots >= 0)
         found[torch.from_numpy(were_changed)] = before[1][torch.from_numpy(place[were_changed])]
     return found
+
+
+def weights_of_slice(given: Mapping[str, StateValue], step: int) -> Tensor:
+    """Return the weights of what `slice_state` has returned after `step` updates, as `read` does. Changes them."""
+    weights, decayed, buffer = given["weights"], given.get("decayed"), given.get(f"{_STATE}{_BUFFER}")
+    mu, since, decay = given.get("momentum", 0.0), given.get("momentum since", 0), given.get("decay", 0.0)
+    assert isinstance(weights, Tensor)
+    assert decayed is None or isinstance(decayed, Tensor)
+    assert isinstance(mu, float)
+    assert isinstance(since, int)
+    assert isinstance(decay, float)
+    logarithms = _logarithms(decay, decayed, len(weights))
+    if mu and _is_array(buffer):
+        missed = _missed_rounds(step, np.asarray(given["touched"]), since)
+        move_rows(weights, buffer, mu, missed, logarithms)
+    else:
+        multiply_rows(weights, logarithms)
+    return weights
+
+
+def _logarithms(decay: float, decayed: Tensor | None, count: int) -> npt.NDArray[np.float64]:
+    """Return the logarithms of the factors of weight decay by which rows are still to be multiplied."""
+    return np.zeros(count) if decayed is None else decay - decayed[:, 0].numpy()
+
+
+def _missed_rounds(step: int, touched: Counts, since: int) -> Ints:
+    missed: Ints = np.maximum(step - np.maximum(touched.astype(np.int64), since), 0)
+    return missed
 
 
 def _name_of(dtype: torch.dtype) -> str:

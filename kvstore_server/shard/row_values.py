@@ -52,6 +52,49 @@ def multiply_rows(rows: Tensor, logarithms: npt.NDArray[np.float64]) -> None:
     rows.copy_(rows.double().mul_(factors[torch.from_numpy(places)][:, None]))
 
 
+def move_rows(
+    rows: Tensor,
+    momentum: Tensor,
+    mu: float,
+    missed: Ints,
+    logarithms: npt.NDArray[np.float64],
+    last: float = 0.0,
+) -> None:
+    """Change rows, and their momentum, as rounds in which they had no gradient do: `m = mu m; w = d w - m` each.
+
+    This is SGD with momentum and decoupled weight decay (Loshchilov and Hutter, 2019, algorithm 1, SGDW) without
+    gradients. After k rounds `m_k = mu**k m` and `w_k = d**k w - (mu**k + mu**(k-1) d + ... + mu d**(k-1)) m`, a
+    geometric sum. d is the mean factor of these rounds, so the sum is exact if their learning rate is the same.
+
+    Args:
+        missed: The k of each row.
+        logarithms: Of the product of all factors d of each row.
+        last: Included in these, the logarithm of a factor by which rows are multiplied after the k rounds.
+    """
+    # By Python, once for each pair: vector loops round some of them differently.
+    pairs, places = np.unique(
+        np.stack([missed.astype(np.float64), logarithms], 1), axis=0, return_inverse=True
+    )
+    factors = []
+    for count, logarithm in pairs.tolist():
+        decay = logarithm - last
+        moved = _geometric_sum(math.log(mu), decay / count, count) if count else 0.0
+        factors.append((math.exp(logarithm), moved * math.exp(last), mu**count))
+    found = torch.tensor(factors, dtype=torch.float64, device="cpu").view(-1, 3)
+    decayed, moved_by, kept = found.index_select(0, torch.from_numpy(places.reshape(-1))).T[:, :, None]
+    wide = momentum.double()
+    rows.copy_(rows.double().mul_(decayed).sub_(wide * moved_by))
+    momentum.copy_(wide.mul_(kept))
+
+
+def _geometric_sum(a: float, b: float, count: float) -> float:
+    """Return the sum of exp(j a + (count - j) b) for j = 1 to count."""
+    ratio = -abs(a - b)
+    terms = math.expm1(count * ratio) / math.expm1(ratio) if ratio else count
+    # The largest term is factored out: the first one, or the last.
+    return math.exp(a + (count - 1) * b if a < b else count * a) * terms
+
+
 _NORM_EPSILON = 1e-7
 """torch adds this to a norm that it divides by, so that the scaled row is not above the limit by rounding."""
 

@@ -9,6 +9,7 @@ import math
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.apply import applies_to_rows_alone
 from kvstore_server.optimizer.base import Hyper, Optimizer
+from kvstore_server.optimizer.gluon import SGD
 from kvstore_server.optimizer.registry import create_optimizer_from_spec, spec_for_store
 from kvstore_server.plan import HashTableOptions
 
@@ -64,20 +65,39 @@ def table_optimizer(options: HashTableOptions | None, default: Optimizer) -> tup
     )
 
 
-def check_hash_table(name: str, options: HashTableOptions, optimizer: Optimizer, hyper: Hyper) -> None:
+def row_momentum(optimizer: Optimizer, hyper: Hyper) -> float:
+    """Return mu if an update without a gradient is `m *= mu; w -= m`, m being the state 'momentum_buffer'; else 0.
+
+    Rows without gradient are then moved when they are read or trained next.
+    """
+    if type(optimizer) is not SGD or hyper["lazy_update"] or hyper["weight_decay"]:
+        return 0.0
+    mu = float(hyper["momentum"])
+    return mu if hyper["momentum_correction"] in (None, False) and 0.0 < mu < 1.0 else 0.0
+
+
+def check_hash_table(what: str, options: HashTableOptions, optimizer: Optimizer, hyper: Hyper) -> None:
     """Raise ConfigurationError if an optimizer does not update rows one by one, without knowing the others, or if its
-    learning rate does not fit the table's weight decay.
+    options do not fit the table's `weight_decay` or `max_norm`.
     """
     if options.weight_decay and not 0 <= hyper.get("lr", math.inf) * options.weight_decay < 1:
         raise ConfigurationError(
-            f"the hash table {name!r} has weight_decay={options.weight_decay:g} and a learning rate of "
+            f"{what} has weight_decay={options.weight_decay:g} and a learning rate of "
             f"{hyper.get('lr')}; their product must be below 1, and not negative"
         )
+    moves_all = row_momentum(optimizer, hyper) > 0.0
+    if moves_all and options.max_norm:
+        raise ConfigurationError(
+            f"{what} has max_norm={options.max_norm:g}, and momentum={hyper['momentum']:g} that moves "
+            "rows without gradient, too, whose norms would not be limited; use lazy_update=True, or leave out max_norm"
+        )
     needs_all = type(optimizer).hyper_for_rows is not Optimizer.hyper_for_rows or optimizer.positioned
-    if needs_all or optimizer.may_raise or not applies_to_rows_alone(optimizer, hyper):
+    fits = moves_all or applies_to_rows_alone(optimizer, hyper)
+    if needs_all or optimizer.may_raise or not fits:
         given = [f"{one}={hyper[one]}" for one in ("momentum", "weight_decay", "lazy_update") if one in hyper]
         raise ConfigurationError(
-            f"optimizer {optimizer.registered_name} with {', '.join(given) or 'these options'} cannot update hash "
-            f"table {name!r}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle "
-            "of an update; use sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True"
+            f"optimizer {optimizer.registered_name} with {', '.join(given) or 'these options'} cannot update "
+            f"{what}: it changes rows that have no gradient, needs to see all rows, or may raise in the middle "
+            "of an update; use sgd, adagrad, groupadagrad, rowadam, ftrl, or adam with lazy_update=True, and "
+            "weight_decay of the table in place of the optimizer's"
         )

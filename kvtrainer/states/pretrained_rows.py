@@ -20,8 +20,9 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.apply import create_state_of_rows
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import HASH_SLICES, Plan, slices_of_hashes
+from kvstore_server.shard.hash_table import weights_of_slice
 from kvstore_server.shard.id_index import Ints, ids_of_rows, row_numbers
-from kvstore_server.shard.row_values import limit_norms, multiply_rows
+from kvstore_server.shard.row_values import limit_norms
 from kvstore_server.shard.table_optimizer import table_optimizer
 from kvtrainer.common.progress import track_progress
 from kvtrainer.common.tensors import flatten_id_tensor, is_sparse_tensor, tensor_dtype_name
@@ -63,12 +64,7 @@ def rows_by_slice(plan: Plan, holder: OptimizerStateHolder, key: int) -> Iterato
     for _ in track_progress(pieces, "fetching rows"):
         state = next(states)
         [entries] = state.entries
-        rows, weights = entries["rows"], entries["weights"]
-        assert isinstance(rows, Tensor)
-        assert isinstance(weights, Tensor)
-        if (decayed := entries.get("decayed")) is not None:
-            multiply_rows(weights, entries["decay"] - np.asarray(decayed)[:, 0])
-        yield ids_of_rows(rows.numpy()), weights
+        yield ids_of_rows(np.asarray(entries["rows"])), weights_of_slice(entries, int(state.steps[0]))
 
 
 # ---------------------------------------------------------------- into a table

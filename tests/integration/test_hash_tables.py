@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,16 @@ class Worker:
     """A model with two tables, trained on data that depend on the step and the rank."""
 
     def __init__(
-        self, store: Any, rank: int = 0, workers: int = 1, optimizer: str = "adagrad", **options: Any
+        self,
+        store: Any,
+        rank: int = 0,
+        workers: int = 1,
+        optimizer: str = "adagrad",
+        of_table: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         self.rank, self.workers = rank, workers
+        options |= of_table or {}
         self.table = kvtrainer.Embedding(8, **{"admit_after": 2, "expire_after": 6, **options})
         self.bags = kvtrainer.EmbeddingBag(
             8, mode="sum", max_rows=256, seed=1, max_norm=2.5, weight_decay=0.01, optimizer="rowadam",
@@ -82,13 +89,24 @@ def on_servers(
     return together(lambda: one(0), lambda: one(1))
 
 
-@pytest.mark.parametrize("way", ["auto", "tcp"])
+MOMENTUM: dict[str, Any] = {
+    "optimizer": "sgd", "optimizer_params": {"learning_rate": 1e-3, "momentum": 0.9}, "weight_decay": 0.01
+}  # fmt: skip
+"""Of a table all of whose rows move in each round."""
+
+
+@pytest.mark.parametrize(("way", "options"), [("auto", {}), ("tcp", {}), ("tcp", MOMENTUM)])
 def test_a_table_has_the_same_bits_on_any_number_of_servers(
-    way: str, processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    options: dict[str, Any],
+    processes: Processes,
+    members: Members,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", way)
     found = [
-        on_servers(servers, processes, members, lambda worker: worker.train(0, 12)) for servers in (1, 2, 3)
+        on_servers(servers, processes, members, lambda worker: worker.train(0, 12), of_table=options)
+        for servers in (1, 2, 3)
     ]
     for of_servers in found:
         assert torch.equal(of_servers[0], of_servers[1])
@@ -169,11 +187,12 @@ def test_rows_are_at_most_as_old_as_they_may_be(processes: Processes, members: M
     assert kept == [fresh[0]] * 4 + [fresh[4]] * 4 + [fresh[8]]
 
 
+@pytest.mark.parametrize("options", [{}, MOMENTUM], ids=["adagrad", "momentum"])
 def test_saved_tables_go_on_on_any_number_of_servers(
-    processes: Processes, members: Members, tmp_path: Path
+    options: dict[str, Any], processes: Processes, members: Members, tmp_path: Path
 ) -> None:
     states = tmp_path / "states"
-    first = Worker("local")
+    first = Worker("local", of_table=options)
     with first.trainer:
         first.train(0, 8)
         first.trainer.save_states(states)
@@ -181,7 +200,7 @@ def test_saved_tables_go_on_on_any_number_of_servers(
         expected = first.train(8, 16)
     for servers in (0, 1, 3):
         store: Any = members.join(processes.servers(servers), 0, 1, new_name()) if servers else "local"
-        worker = Worker(store)
+        worker = Worker(store, of_table=options)
         worker.linear.load_state_dict(linear)
         with worker.trainer:
             worker.trainer.load_states(states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +250,59 @@ def test_weight_decay_is_that_of_a_dense_parameter(optimizer: str, dtype: torch.
     slack = 1e-6 if dtype is torch.float32 else 2**-8  # half precision is read rounded
     assert torch.allclose(found, expected, rtol=slack, atol=slack)
     assert not torch.allclose(found, before, rtol=0.1)
+
+
+MOMENTUM = 0.9
+
+
+def moved_beside_a_dense_loop(decay: float, rates: list[float], dtype: torch.dtype, path: Path) -> float:
+    """The largest difference, relative to the largest weight, between rows that are moved when they are read, and
+    a loop over all rows in float64.
+    """
+    multi = {"multi_precision": True} if dtype is torch.bfloat16 else {}
+    table = kvtrainer.Embedding(WIDTH, weight_decay=decay, dtype=dtype)
+    ids, generator = torch.arange(12), torch.Generator().manual_seed(0)
+    # Rows 10 and 11 have a gradient in the first round alone.
+    batches = [ids, *[torch.randperm(10, generator=generator)[:4] for _ in rates[1:]]]
+    options, worst = {"learning_rate": 0.5, "momentum": MOMENTUM, **multi}, 0.0
+    with kvtrainer.Trainer({"t": table}, "sgd", options, kvstore="local") as trainer:
+        weights = table(ids).detach().double()
+        momentum = torch.zeros_like(weights)
+        for some, rate in zip(batches, rates, strict=True):
+            grads = torch.zeros_like(weights)
+            grads[some] = torch.randn(len(some), WIDTH, generator=generator).to(dtype).double()
+            trainer.set_learning_rate(rate)
+            table(some).backward(grads[some].to(dtype))
+            trainer.step(1)
+            table.weight.grad = None
+            momentum = MOMENTUM * momentum - rate * grads
+            weights = weights * (1 - rate * decay) + momentum
+            found = table(ids).detach().double()
+            worst = max(worst, float((found - weights).abs().max() / weights.abs().max()))
+        table.export(path)
+        assert torch.equal(kvtrainer.lookup(path, ids), table(ids).detach())
+    return worst
+
+
+CONSTANT = [0.5] * 80
+RANDOM = torch.rand(80, generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates", "dtype", "slack"),
+    [
+        (0.0, RANDOM, torch.float64, 1e-12),
+        (0.05, CONSTANT, torch.float64, 1e-12),
+        (0.05, CONSTANT, torch.float32, 1e-6),
+        (0.05, CONSTANT, torch.bfloat16, 2**-7),  # weights are rounded, and what is read
+        # The part of the momentum follows from the mean learning rate of the rounds without gradient.
+        (1e-3, RANDOM, torch.float64, 1e-3),
+    ],
+)
+def test_momentum_moves_rows_without_gradient_as_in_a_dense_loop(
+    decay: float, rates: list[float], dtype: torch.dtype, slack: float, tmp_path: Path
+) -> None:
+    assert moved_beside_a_dense_loop(decay, rates, dtype, tmp_path / "rows") < slack
 
 
 @pytest.mark.parametrize("rate", [2.0, -0.1])

@@ -37,9 +37,9 @@ def make(options: HashTableOptions) -> tuple[HashTable, TensorSpec]:
     return HashTable("t", WIDTH, "float32", options, room=64), spec
 
 
-def train(table: HashTable, places: Sequence[int]) -> None:
+def train(table: HashTable, places: Sequence[int], momentum: float = 0.0) -> None:
     rows = ROWS[sorted(places)]
-    optimizer = create("sgd", learning_rate=1.0)
+    optimizer = create("sgd", learning_rate=1.0, momentum=momentum)
     table.check_room(len(rows), no_claim)
     grads = torch.full((len(rows), WIDTH), float(table.step + 1))
     table.update(
@@ -79,7 +79,7 @@ OPTIONS = st.builds(
     optimizer=st.just(""),
 )
 PLACES = st.lists(st.integers(0, EVERY - 1), unique=True, max_size=10)
-STEPS = st.tuples(st.sampled_from(["train", "read", "read", "move"]), PLACES)
+STEPS = st.tuples(st.sampled_from(["train", "read", "read", "move", "with momentum"]), PLACES)
 
 
 @given(OPTIONS, st.integers(1, 30), st.lists(STEPS, max_size=20))
@@ -91,8 +91,8 @@ def test_a_worker_that_keeps_rows_reads_what_the_table_has(
     cache = RowCache(capacity, 0, WIDTH, torch.float32)
     for what, places in steps:
         rows = ROWS[sorted(places)]
-        if what == "train":
-            train(table, places)
+        if what in ("train", "with momentum"):
+            train(table, places, 0.5 * (what == "with momentum" and not options.max_norm))
         elif what == "read":
             assert torch.equal(read(cache, table, spec, rows)[0], table.read(rows))
         elif table.step:

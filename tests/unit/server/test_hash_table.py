@@ -36,6 +36,8 @@ EVERY_OPTIMIZER = [
     ("torch:SGD", {"lr": 0.1}),
     ("torch:Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.5}),
 ]
+MOMENTUM = "sgd", {"learning_rate": 0.1, "momentum": 0.9}
+"""Moves rows without gradient, too."""
 
 
 def optimizer_and_options(name: str, options: dict[str, Any]) -> tuple[Optimizer, dict[str, Any]]:
@@ -125,7 +127,7 @@ class Model:
         self.options, self.initial = options, initial
         self.step = 0
         self.rows: dict[int, list[Any]] = {}
-        """id → value, step of its last gradient, number of gradients."""
+        """id → value, step of its last gradient, number of gradients, momentum."""
         self.waiting: dict[int, tuple[int, int]] = {}
         """id → step of its last gradient, number of gradients."""
         self.refused = 0
@@ -140,7 +142,7 @@ class Model:
     def read(self, id_: int) -> float:
         return float(self.rows[id_][0]) if id_ in self.rows else self.initial[id_]
 
-    def update(self, grads: dict[int, float], times: dict[int, int]) -> None:
+    def update(self, grads: dict[int, float], times: dict[int, int], mu: float = 0.0) -> None:
         self.forget()
         now = self.step + 1
         for id_ in grads:
@@ -150,12 +152,15 @@ class Model:
                     self.waiting[id_] = now, count
                     self.refused += times[id_]
                     continue
-                self.rows[id_] = [self.initial[id_], now, count - times[id_]]
+                self.rows[id_] = [self.initial[id_], now, count - times[id_], 0.0]
             row = self.rows[id_]
-            self.rows[id_] = [row[0], now, row[2] + times[id_]]
-        # The learning rate is 1.
+            self.rows[id_] = [row[0], now, row[2] + times[id_], row[3]]
+        # The learning rate is 1, and all rows are looked at in each round.
         for id_, row in self.rows.items():
-            row[0] = row[0] * (1 - self.options.weight_decay) - grads.get(id_, 0.0)
+            step = grads.get(id_, 0.0)
+            if mu:
+                step = row[3] = mu * row[3] + step
+            row[0] = row[0] * (1 - self.options.weight_decay) - step
         self.step = now
         self.forget()
         self._evict(grads)
@@ -169,7 +174,7 @@ class Model:
             if len(own) > most:
 
                 def rank(id_: int) -> tuple[Any, ...]:
-                    value, age, count = self.rows[id_]
+                    value, age, count, _ = self.rows[id_]
                     by = {"lru": (age, count), "lfu": (count, age), "norm": (abs(value),)}
                     return (*by[self.options.evict], _row(id_))
 
@@ -205,24 +210,28 @@ CROWDED = [id_ for id_ in range(3000) if _slice_of(id_) in (5, 70)][:24]
 STEPS = st.one_of(st.dictionaries(st.sampled_from(CROWDED), st.integers(1, 3), max_size=8), st.none())
 
 
-@given(OPTIONS, st.lists(STEPS, max_size=14))
+@given(
+    OPTIONS, st.lists(STEPS, max_size=14), st.lists(st.sampled_from([0.0, 0.5, 0.9]), min_size=1, max_size=3)
+)
 @settings(max_examples=300)
 def test_rows_come_and_go_as_in_a_dictionary_wherever_they_are_moved(
-    options: HashTableOptions, steps: list[dict[int, int] | None]
+    options: HashTableOptions, steps: list[dict[int, int] | None], momenta: list[float]
 ) -> None:
-    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    is_exact = not options.weight_decay and not any(momenta)
     table = HashTable("t", 1, "float64", options, room=64)
     initial = dict(zip(CROWDED, read(table, CROWDED)[:, 0].tolist(), strict=True))
     model = Model(options, initial)
-    for times in steps:
+    for number, times in enumerate(steps):
         if times is None:
             table = moved(table)
             continue
+        mu = momenta[number % len(momenta)]
+        made = optimizer_and_options("sgd", {"learning_rate": 1.0, "momentum": mu})
         grads = torch.arange(1.0, len(times) + 1, dtype=torch.float64)
         update(table, list(times), grads[:, None], made, list(times.values()))
-        model.update(dict(zip(times, grads.tolist(), strict=True)), times)
+        model.update(dict(zip(times, grads.tolist(), strict=True)), times, mu)
         found, expected = read(table, CROWDED)[:, 0].tolist(), [model.read(id_) for id_ in CROWDED]
-        assert found == (pytest.approx(expected, abs=1e-12) if options.weight_decay else expected)
+        assert found == (expected if is_exact else pytest.approx(expected, abs=1e-9))
         stats = table.stats()
         assert (stats.rows, stats.refused) == (len(model.rows), model.refused)
         assert stats.admitted - stats.evicted == len(table) >= stats.rows
@@ -243,7 +252,7 @@ def _dtype_of(table: HashTable) -> str:
     return str(table.weights.dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize(("name", "options"), EVERY_OPTIMIZER)
+@pytest.mark.parametrize(("name", "options"), [*EVERY_OPTIMIZER, MOMENTUM])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_table_that_was_moved_goes_on_with_the_same_bits(
     name: str, options: dict[str, Any], dtype: str
@@ -282,6 +291,10 @@ def test_a_table_that_was_moved_goes_on_with_the_same_bits(
         {"decay": float("nan")},
         {"decay": -1},
         {"decayed": torch.zeros(2, 1, dtype=torch.float64)},
+        {"momentum": 1.0},
+        {"momentum": torch.zeros(2)},
+        {"momentum": 0.9, "momentum since": -1},
+        {"momentum": 0.9, "momentum since": 1.5},
         {"state " + "x" * 5000: 1.0},
         {"state a": object()},
         {f"state {at}": 1.0 for at in range(200)},
@@ -344,10 +357,14 @@ class Kept:
                 array[at] = row
 
 
-@given(OPTIONS, st.lists(STEPS, max_size=14))
+@given(
+    OPTIONS,
+    st.lists(STEPS, max_size=14),
+    st.lists(st.sampled_from([0.0, 0.5, 0.9]), min_size=1, max_size=3) | st.none(),
+)
 @settings(max_examples=200)
 def test_what_an_update_has_changed_is_known_and_can_be_undone(
-    options: HashTableOptions, steps: list[dict[int, int] | None]
+    options: HashTableOptions, steps: list[dict[int, int] | None], momenta: list[float] | None
 ) -> None:
     made = optimizer_and_options("adagrad", {"learning_rate": 1.0})
     kept, memory = Kept(), dict[str, Tensor]()
@@ -356,7 +373,10 @@ def test_what_an_update_has_changed_is_known_and_can_be_undone(
         return memory.setdefault(name, torch.zeros(nbytes, dtype=torch.uint8))
 
     table = HashTable("t", 1, "float32", options, allocate, kept.protect, room=64)
-    for times in steps:
+    for number, times in enumerate(steps):
+        if momenta is not None:
+            mu = momenta[number % len(momenta)]
+            made = optimizer_and_options("sgd", {"learning_rate": 1.0, "momentum": mu})
         before = read(table, CROWDED)
         stats = table.stats()
         kept.rows.clear()
@@ -490,7 +510,10 @@ def test_another_optimizer_begins_with_the_state_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("sgd", {"momentum": 0.9, "lazy_update": False}),
+        ("sgd", {"momentum": 0.9, "wd": 0.1}),
+        ("sgd", {"momentum": 0.9, "momentum_correction": True}),
+        ("sgd", {"momentum": 1.0}),
+        ("nag", {"momentum": 0.9}),
         ("adam", {"lazy_update": False}),
         ("lars", {"lazy_update": True}),
         ("torch:SparseAdam", {}),
@@ -500,12 +523,18 @@ def test_another_optimizer_begins_with_the_state_of_its_own() -> None:
 def test_an_optimizer_that_needs_all_rows_is_refused(name: str, options: dict[str, Any]) -> None:
     made = optimizer_and_options(name, options)
     with pytest.raises(ConfigurationError, match="'t'"):
-        check_hash_table("t", HashTableOptions(), *made)
+        check_hash_table("table 't'", HashTableOptions(), *made)
 
 
-@pytest.mark.parametrize(("name", "options"), EVERY_OPTIMIZER)
+def test_momentum_that_moves_rows_without_gradient_is_refused_beside_a_limit_of_norms() -> None:
+    made = optimizer_and_options(*MOMENTUM)
+    with pytest.raises(ConfigurationError, match=r"'t' has max_norm=2\.5"):
+        check_hash_table("table 't'", HashTableOptions(max_norm=2.5), *made)
+
+
+@pytest.mark.parametrize(("name", "options"), [*EVERY_OPTIMIZER, MOMENTUM])
 def test_an_optimizer_that_updates_rows_one_by_one_is_accepted(name: str, options: dict[str, Any]) -> None:
-    check_hash_table("t", HashTableOptions(), *optimizer_and_options(name, options))
+    check_hash_table("table 't'", HashTableOptions(), *optimizer_and_options(name, options))
 
 
 def test_rows_that_changed_since_a_step_come_with_the_numbers_of_all() -> None:

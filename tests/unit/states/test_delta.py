@@ -117,6 +117,7 @@ def test_a_delta_with_its_bases_is_what_is_saved_in_full_at_the_same_moment(
         ("groupadagrad", {}),
         ("ftrl", {}),
         ("sgd", {"momentum": 0.9, "lazy_update": True}),
+        ("sgd", {"momentum": 0.9}),
     ],
 )
 def test_the_state_of_any_optimizer_is_in_a_delta(optimizer: str, options: Any, tmp_path: Path) -> None:
@@ -129,6 +130,17 @@ def test_the_state_of_any_optimizer_is_in_a_delta(optimizer: str, options: Any, 
     other.trainer.load_states(tmp_path / "5")
     other.trainer.save_states(tmp_path / "loaded")
     assert (tmp_path / "loaded").read_bytes() == (tmp_path / "full").read_bytes()
+
+
+def test_a_change_of_momentum_moves_rows_that_no_delta_would_have(tmp_path: Path) -> None:
+    job = Job("sgd", momentum=0.9)
+    job.train_twice(1, 2, 3)
+    job.trainer.save_states(tmp_path / "base")
+    for group in job.trainer.param_groups:
+        group["momentum"] = 0.8
+    job.train(1)
+    with pytest.raises(StateMismatchError):
+        job.trainer.save_states(tmp_path / "delta", base=tmp_path / "base")
 
 
 def test_a_delta_of_one_row_in_a_hundred_has_three_bytes_in_a_hundred(tmp_path: Path) -> None:
