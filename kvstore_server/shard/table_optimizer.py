@@ -34,6 +34,15 @@ def describe_table_optimizer(optimizer: Optimizer, has_rate: bool) -> str:
     return json.dumps(described, sort_keys=True)
 
 
+def table_optimizer_name(described: str) -> str | None:
+    """Return the name of an optimizer that `describe_table_optimizer` has described; None: there is none."""
+    try:
+        spec = json.loads(described) if described else {}
+    except (ValueError, RecursionError):
+        return described
+    return spec.get("name") if isinstance(spec, dict) else described
+
+
 @functools.lru_cache(maxsize=256)
 def own_table_optimizer(described: str) -> tuple[Optimizer, bool]:
     """Rebuild an optimizer; return it and whether it has a learning rate of its own."""

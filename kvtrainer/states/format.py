@@ -43,7 +43,7 @@ from kvstore_server.optimizer.trees import (
     unflatten_trees,
 )
 from kvstore_server.plan import HASH_SLICES, Plan, Slice, TensorSpec, row_numel, slices_of_hashes
-from kvstore_server.shard.table_optimizer import table_optimizer
+from kvstore_server.shard.table_optimizer import table_optimizer, table_optimizer_name
 from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError
 from kvtrainer.states.safetensors_file import Path, open_file, replace_file
@@ -284,15 +284,39 @@ def saved_state_problems(
         yield f"the file lacks the {what} {', '.join(missing)}"
     if unexpected := [repr(name) for name in saved.parameters if name not in known]:
         yield f"the file has the {what} {', '.join(unexpected)}, which {here} does not have"
-    # 2. Shapes.
-    for name, parameter in saved.parameters.items():
-        if name in known and parameter.shape != known[name]:
-            yield f"{name!r} has shape {list(parameter.shape)} in the file and {list(known[name])} here"
+    # 2. Shapes, and options of hash tables.
+    for spec in specs:
+        if (theirs := saved.parameters.get(spec.key)) is not None:
+            yield from _parameter_problems(theirs, spec)
     # 3. Entries, which can be compared only for keys that agree.
     common = {at: saved.parameters[spec.key] for at, spec in enumerate(specs) if spec.key in saved.parameters}
     states = {at: row.state for at, row in common.items() if row.state and row.shape == specs[at].shape}
     options = {at: saved.groups[row.group] for at, row in common.items()}
     yield from _state_format_problems(states, options, specs, optimizer)
+
+
+_KEPT_OPTIONS = "init", "scale", "seed", "admit_after", "max_norm"
+"""Options of a hash table that its rows follow from, which those that are not in a file have, too."""
+
+
+def _parameter_problems(saved: SavedParameter, spec: TensorSpec) -> Iterator[str]:
+    forms = (
+        f"is a hash table with rows of {shape[-1]} elements" if table else f"has shape {list(shape)}"
+        for shape, table in ((saved.shape, saved.hash_table), (spec.shape, spec.hash_table))
+    )
+    their_form, our_form = forms
+    if their_form != our_form:
+        yield f"{spec.key!r} {their_form} in the file and {our_form} here"
+    if saved.hash_table is None or spec.hash_table is None:
+        return
+    theirs, ours = saved.hash_table, spec.hash_table._asdict()
+    compared = [(name, theirs.get(name), ours[name]) for name in _KEPT_OPTIONS]
+    if theirs.get("max_rows") and ours["max_rows"]:
+        compared.append(("evict", theirs.get("evict"), ours["evict"]))
+    names = [table_optimizer_name(str(one.get("optimizer", ""))) for one in (theirs, ours)]
+    for name, their, our in (*compared, ("optimizer", *names)):
+        if their != our:
+            yield f"hash table {spec.key!r} has {name}={their!r} in the file and {name}={our!r} here"
 
 
 def _is_state(value: Any) -> bool:
@@ -549,6 +573,8 @@ class SavedParameter:
     """Index of its group in `SavedStates.groups`."""
     state: dict[str, Any] = field(default_factory=dict)
     """The optimizer's entries by name, including 'step'; empty before the first update."""
+    hash_table: Mapping[str, Any] | None = None
+    """Of a hash table its options, by name."""
 
 
 class BaseFile(NamedTuple):
@@ -575,14 +601,17 @@ class SavedStates:
     """Plain values of other parts of the Trainer, by part."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Tensors of other parts, by part and by name, such as a parameter's."""
-    hash_tables: Sequence[str] = ()
-    """The names of the parameters that are hash tables."""
     base: BaseFile | None = None
     """Where the rows of hash tables are that are not here; None: there are none."""
     identity: str = ""
     """Of the file that this was read from, if it has hash tables; not saved again."""
     marks: Mapping[str, TableMark] = field(default_factory=dict)
     """The moment at which each hash table was exported, by name; not saved."""
+
+    @property
+    def hash_tables(self) -> list[str]:
+        """The names of the parameters that are hash tables."""
+        return [name for name, parameter in self.parameters.items() if parameter.hash_table is not None]
 
 
 def pack_state_file(saved: SavedStates, identity: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -602,7 +631,7 @@ def pack_state_file(saved: SavedStates, identity: str = "") -> tuple[dict[str, T
     # 1. Separate tensors from other entries.
     rows = []
     for name, parameter in saved.parameters.items():
-        row = {"name": name, **vars(parameter)}
+        row = {"name": name, **{part: value for part, value in vars(parameter).items() if value is not None}}
         entries = flatten_trees(row.pop("state"))
         found = {entry: value for entry, value in entries.items() if isinstance(value, Tensor)}
         for entry in [entry for entry, value in found.items() if is_composed_tensor(value)]:
@@ -625,9 +654,8 @@ def pack_state_file(saved: SavedStates, identity: str = "") -> tuple[dict[str, T
     content = {**vars(saved), "parameters": rows}
     for name in ("tensors", "identity", "marks"):
         del content[name]
-    for name in ("hash_tables", "base"):
-        if not content[name]:
-            del content[name]
+    if saved.base is None:
+        del content["base"]
     try:
         text = json.dumps(content)
     except (TypeError, ValueError) as error:
@@ -723,7 +751,11 @@ def build_saved_states(content: Mapping[str, Any]) -> SavedStates:
     """Build saved states from plain dicts. Raises KeyError, TypeError, ValueError or AttributeError."""
     parameters = {
         name: SavedParameter(
-            tuple(map(int, one["shape"])), str(one["dtype"]), int(one["group"]), dict(one["state"])
+            tuple(map(int, one["shape"])),
+            str(one["dtype"]),
+            int(one["group"]),
+            dict(one["state"]),
+            None if one.get("hash_table") is None else dict(one["hash_table"]),
         )
         for name, one in content["parameters"].items()
     }
@@ -738,9 +770,7 @@ def build_saved_states(content: Mapping[str, Any]) -> SavedStates:
         if not 0 <= parameter.group < len(groups):
             raise ValueError(f"{name!r} is in group {parameter.group} of {len(groups)}")
     tensors = {part: dict(members) for part, members in content["tensors"].items()}
-    tables, base = [str(name) for name in content.get("hash_tables", ())], content.get("base")
-    if not parameters.keys() >= set(tables):
-        raise ValueError(f"the hash tables {tables} are not all among the parameters")
+    base = content.get("base")
     return SavedStates(
         optimizer,
         int(content["num_update"]),
@@ -748,7 +778,6 @@ def build_saved_states(content: Mapping[str, Any]) -> SavedStates:
         parameters,
         dict(content["extra"]),
         tensors,
-        tables,
         None if base is None else BaseFile(*map(str, base)),
     )
 

@@ -94,7 +94,8 @@ def export_trainer_states(pipeline: StepPipeline, since: Mapping[str, int] | Non
     for key, spec in enumerate(specs):
         # A plain number, so that the file's header lists the step count with the parameter.
         state = {**states[key], "step": int(states[key]["step"])} if key in states else {}
-        parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, spec.group, state)
+        table = None if spec.hash_table is None else spec.hash_table._asdict()
+        parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, spec.group, state, table)
     described, num_update = _describe_saved_optimizer(optimizer), optimizer.num_update
     return SavedStates(
         described,
@@ -103,7 +104,6 @@ def export_trainer_states(pipeline: StepPipeline, since: Mapping[str, int] | Non
         parameters,
         own.extra,
         own.tensors,
-        [spec.key for spec in specs if spec.hash_table is not None],
         marks={specs[key].key: mark for key, mark in marks.items()},
     )
 

@@ -246,9 +246,26 @@ def test_a_table_of_another_width_is_not_loaded(tmp_path: Path) -> None:
                 trainer.save_states(states)
                 continue
             before = table(IDS)
-            with pytest.raises(StateMismatchError):
+            with pytest.raises(StateMismatchError, match=r"'t' .*of 3 elements .*of 4 elements"):
                 trainer.load_states(states)
             assert torch.equal(table(IDS), before)
+
+
+def test_a_table_with_other_options_is_loaded_on_no_worker(
+    processes: Processes, members: Members, tmp_path: Path
+) -> None:
+    first = Worker("local")
+    with first.trainer:
+        first.train(0, 3)
+        first.trainer.save_states(tmp_path / "states")
+
+    def work(worker: Worker) -> bool:
+        before = worker.train(0, 2)
+        with pytest.raises(StateMismatchError, match=r"'table' has admit_after=2 .*admit_after=1 here"):
+            worker.trainer.load_states(tmp_path / "states")
+        return torch.equal(worker.weights(), before)
+
+    assert on_servers(2, processes, members, work, admit_after=1) == [True, True]
 
 
 def test_workers_with_different_rules_are_told(processes: Processes, members: Members) -> None:

@@ -349,6 +349,72 @@ def test_states_of_another_optimizer_are_refused(tmp_path: Any) -> None:
             assert torch.equal(table(torch.arange(9)), before)
 
 
+SAVED: dict[str, Any] = {
+    "init": "uniform", "scale": 0.5, "seed": 3, "admit_after": 2, "expire_after": 9, "max_rows": 1000, "evict": "lru",
+    "weight_decay": 0.01, "max_norm": 2.0, "optimizer": "sgd",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"init": "normal"},
+        {"scale": 0.25},
+        {"seed": 4},
+        {"admit_after": 1},
+        {"evict": "lfu"},
+        {"max_norm": None},
+        {"max_norm": 1.0},
+        {"optimizer": None},
+    ],
+)
+def test_states_of_a_table_with_another_option_name_it_and_both_values(
+    change: dict[str, Any], tmp_path: Any
+) -> None:
+    load_into({}, tmp_path)
+    [(option, value)] = change.items()
+    with pytest.raises(StateMismatchError) as caught:
+        load_into(change, tmp_path)
+    values = (0.0 if one is None and option == "max_norm" else one for one in (SAVED[option], value))
+    for text in ("'t.weight'", *[f"{option}={one!r}" for one in values]):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"expire_after": 0},
+        {"max_rows": 2000},
+        {"max_rows": 0, "evict": "lru"},
+        {"weight_decay": 0.02},
+        {"optimizer_params": {"learning_rate": 0.5}},
+    ],
+)
+def test_an_option_that_saved_rows_do_not_follow_from_may_change(
+    change: dict[str, Any], tmp_path: Any
+) -> None:
+    assert load_into(change, tmp_path) > 0
+
+
+def load_into(change: dict[str, Any], folder: Any) -> int:
+    """Save a table, load it into another one, which stays as it was if that fails, and return how many rows it has."""
+    for options in (SAVED, {**SAVED, **change}):
+        table = kvtrainer.Embedding(WIDTH, **options)
+        with kvtrainer.Trainer({"t": table}, "sgd", {"learning_rate": 1.0}, kvstore="local") as trainer:
+            if options is SAVED:
+                train(trainer, table, [(ids, grads.float()) for ids, grads in drawn_batches(3)])
+                trainer.save_states(folder / "states")
+                continue
+            before = table(torch.arange(9))
+            try:
+                trainer.load_states(folder / "states")
+            except StateMismatchError:
+                assert torch.equal(table(torch.arange(9)), before)
+                raise
+            return int(table.stats()["rows"])
+    raise AssertionError
+
+
 def test_an_optimizer_that_is_not_known_names_the_similar_one() -> None:
     with pytest.raises(UnknownNameError, match="rowwise_adagrad"):
         kvtrainer.Embedding(WIDTH, optimizer="rowwise_adagard")
