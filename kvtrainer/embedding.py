@@ -121,6 +121,17 @@ class Embedding(nn.Module):
 
         return kept._replace(finish=finish)
 
+    def _lookups(self, given: Any) -> list[RowLookup]:
+        """Return what a collection, or `Trainer.prefetch`, looks up if it is given this for the table."""
+        args = given if isinstance(given, tuple) else (given,)
+        most = 3 if isinstance(self, EmbeddingBag) else 1
+        if not 1 <= len(args) <= most:
+            raise ConfigurationError(
+                f"{self.weight._name()} is an {type(self).__name__}, which takes a tuple of 1 to {most}, but this one "
+                f"has {len(args)}; several ids are a tensor or a list"
+            )
+        return [self._lookup(*args)]
+
     def stats(self) -> dict[str, Any]:
         """Return figures of the table in all servers. Blocks until they answer; all rows are looked at.
 
@@ -269,7 +280,10 @@ class EmbeddingBag(Embedding):
     def _read_bags(
         self, ids: Any, offsets: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        given = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
+        given, who = (
+            ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu"),
+            self.weight._name(),
+        )
         if given.dim() == 2 and offsets is None:
             offsets = torch.arange(len(given), device=given.device) * given.shape[1]
         elif given.dim() == 1 and offsets is not None:
@@ -278,20 +292,20 @@ class EmbeddingBag(Embedding):
             is_wrong = offsets.dim() != 1 or offsets.dtype.is_floating_point
             if is_wrong or bool((torch.diff(offsets, prepend=ends * 0, append=ends) < 0).any()):
                 raise ConfigurationError(
-                    f"offsets of bags are integers, ascending, from 0 to the {len(given)} ids; got {offsets}"
+                    f"offsets of bags of {who} are integers, ascending, from 0 to the {len(given)} ids; got {offsets}"
                 )
             if len(offsets) and int(offsets[0]):
                 raise ConfigurationError(
-                    f"the first bag begins with the first id, but offsets[0] is {offsets[0]}"
+                    f"the first bag of {who} begins with the first id, but offsets[0] is {offsets[0]}"
                 )
         else:
             raise ConfigurationError(
-                f"ids have two dimensions, or one and offsets; got {given.dim()} dimensions "
+                f"ids of {who} have two dimensions, or one and offsets; got {given.dim()} dimensions "
                 f"{'without' if offsets is None else 'and'} offsets"
             )
         if weights is not None and weights.shape != given.shape:
             raise ConfigurationError(
-                f"per_sample_weights have the shape of ids, {list(given.shape)}, got {list(weights.shape)}"
+                f"per_sample_weights of {who} have the shape of ids, {list(given.shape)}, got {list(weights.shape)}"
             )
         return given.reshape(-1), offsets.long(), None if weights is None else weights.reshape(-1)
 
@@ -336,24 +350,24 @@ class EmbeddingBagCollection(nn.ModuleDict):
         Raises:
             ConfigurationError: There is no such table, or a table is given what it does not take.
         """
+        return dict(zip(ids, look_up(self._lookups(ids)), strict=True))
+
+    def _lookups(self, ids: Any) -> list[RowLookup]:
         if not isinstance(ids, Mapping):
             raise ConfigurationError(
                 f"an EmbeddingBagCollection takes a dict of ids by name, got {ids!r:.80}"
             )
-        lookups = [self._lookup(name, given) for name, given in ids.items()]
-        return dict(zip(ids, look_up(lookups), strict=True))
+        return [self._lookup(name, given) for name, given in ids.items()]
 
     def _lookup(self, name: str, given: Any) -> RowLookup:
         if name not in self:
             raise ConfigurationError(
                 f"there is no table {name!r} in this EmbeddingBagCollection{did_you_mean(name, self.keys())}"
             )
-        table, args = self[name], given if isinstance(given, tuple) else (given,)
+        table = self[name]
         assert isinstance(table, Embedding)
-        most = 3 if isinstance(table, EmbeddingBag) else 1
-        if not 1 <= len(args) <= most:
-            raise ConfigurationError(
-                f"table {name!r} is an {type(table).__name__}, which takes a tuple of 1 to {most}, but this one has "
-                f"{len(args)}; several ids are a tensor or a list"
-            )
-        return table._lookup(*args)
+        try:
+            [found] = table._lookups(given)
+        except ConfigurationError as error:
+            raise type(error)(f"feature {name!r}: {error}") from None
+        return found

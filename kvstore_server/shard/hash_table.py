@@ -171,9 +171,9 @@ _PRESENT = "present rows"
 """The name of the numbers of all rows that are there, where `slice_state` has only rows that have changed."""
 
 
-def _checked_rows(given: Mapping[str, StateValue], begin: str, number: int, step: int) -> Ints:
+def _checked_rows(name: str, given: Mapping[str, StateValue], begin: str, number: int, step: int) -> Ints:
     """Return the row numbers that `slice_state` has returned. Raises ProtocolError if they cannot be that."""
-    found = [given.get(begin + name) for name in ("rows", "touched", "counts")]
+    found = [given.get(begin + entry) for entry in ("rows", "touched", "counts")]
     dtypes = [one.dtype if isinstance(one, Tensor) and one.dim() == 1 else None for one in found]
     if dtypes == [torch.int64, torch.int32, torch.int32]:
         rows, touched, _ = map(np.asarray, found)
@@ -186,7 +186,7 @@ def _checked_rows(given: Mapping[str, StateValue], begin: str, number: int, step
             checked: Ints = rows.astype(np.int64, copy=False)
             return checked
     raise ProtocolError(
-        f"the {begin}rows of slice {number} of a hash table are not distinct, ascending and of that slice"
+        f"the {begin}rows of slice {number} of hash table {name!r} are not distinct, ascending and of that slice"
     )
 
 
@@ -983,7 +983,7 @@ class HashTable:
             OptimizerError: There is no room for it; nothing has changed.
         """
         # 1. Check it.
-        rows = {begin: _checked_rows(given, begin, number, step) for begin in ("", _CANDIDATE)}
+        rows = {begin: _checked_rows(self.name, given, begin, number, step) for begin in ("", _CANDIDATE)}
         arrays = {
             name: value for name, value in given.items()
             if _is_array(value) and (name in ("weights", "wide weights", "decayed") or name.startswith(_STATE))

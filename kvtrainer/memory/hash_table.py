@@ -101,14 +101,14 @@ class RowHandles:
         self._end += len(new)
         return found + begin
 
-    def rows(self, handles: Ints) -> Ints:
-        """Return the rows of handles. Raises RowSparseError for those of a generation that is not kept."""
+    def rows(self, name: str, handles: Ints) -> Ints:
+        """Return the rows of handles of a table. Raises RowSparseError for those of a generation that is not kept."""
         if not len(handles):
             return handles
         first = self._begins[0] if self._begins else self._end
         if handles.min() < first or handles.max() >= self._end:
             raise RowSparseError(
-                "a gradient of a hash table was put aside for many steps, and its rows are not known any more; use it "
+                f"a gradient of {name} was put aside for many steps, and its rows are not known any more; use it "
                 "within some steps"
             )
         if handles.min() >= self._begins[-1]:
@@ -221,7 +221,7 @@ class HashTableParameter(RowSparseParameter):
 
     def rows_of(self, handles: Tensor) -> Tensor:
         """Return the row numbers of a gradient's handles, on the CPU."""
-        return torch.from_numpy(self.handles.rows(handles.cpu().numpy()))
+        return torch.from_numpy(self.handles.rows(self._name(), handles.cpu().numpy()))
 
     def detach(self) -> NoReturn:
         """Raise RowSparseError: there is no tensor of all rows."""

@@ -419,7 +419,8 @@ def _hash_table_problem(state: State, spec: TensorSpec) -> str:
     weights, figures = state.get("weights"), state.get("figures")
     shape = None if not isinstance(weights, Tensor) else list(weights.shape[1:])
     if shape != list(spec.shape[1:]) or not isinstance(figures, Tensor) or figures.shape != (HASH_SLICES, 3):
-        return f"the rows of PARAMETERS have shape {shape}, but {list(spec.shape[1:])} here"
+        width = shape[0] if shape and len(shape) == 1 else "another number of"
+        return f"the rows of PARAMETERS have {width} elements, but {spec.shape[1]} here"
     return ""
 
 

@@ -144,9 +144,9 @@ def _state_of_new_rows(
 
 def read_rows(source: Any, weights: Any, table: RowTable) -> PretrainedRows:
     """Read rows that are to go into a table; see `Embedding.load_rows`. Blocks while files are read."""
-    ids, values = _read_source(source, weights, table.dim)
+    ids, values = _read_source(source, weights, table)
     flat, shape = flatten_id_tensor(repr(table.name), ids, 0)
-    values = _as_tensor("weights", values)
+    values = _as_tensor(f"weights of rows of {table.name!r}", values)
     # 1. Shapes and dtypes.
     if len(shape) != 1 or values.shape != (len(flat), table.dim):
         raise ShapeMismatchError(
@@ -155,15 +155,15 @@ def read_rows(source: Any, weights: Any, table: RowTable) -> PretrainedRows:
         )
     if values.dtype not in _DTYPES or is_sparse_tensor(values):
         raise ConfigurationError(
-            f"weights of rows are dense and {', '.join(map(tensor_dtype_name, _DTYPES))}, got {values.dtype} "
-            f"({values.layout})"
+            f"weights of rows of {table.name!r} are dense and {', '.join(map(tensor_dtype_name, _DTYPES))}, got "
+            f"{values.dtype} ({values.layout})"
         )
     # 2. The values of the weights.
     if values.numel() and not bool(torch.stack(values.aminmax()).to(table.dtype).isfinite().all()):
         wrong = ~values.to(table.dtype).isfinite().all(1)
         raise ConfigurationError(
-            f"the rows of ids {_named(flat[wrong])} have weights that are not finite in {table.dtype}; leave these "
-            "rows out, or mend them"
+            f"the rows of {table.name!r} for ids {_named(flat[wrong])} have weights that are not finite in "
+            f"{table.dtype}; leave these rows out, or mend them"
         )
     # 3. The ids.
     flat, places = _without_padding(flat, values, table)
@@ -193,8 +193,8 @@ def _in_order(ids: Tensor, places: Tensor, weights: Tensor, table: RowTable) -> 
         differs = (weights[places[again]] != weights[places[again - 1]]).any(1).numpy()
         if differs.any():
             raise ConfigurationError(
-                f"the ids {_named(torch.from_numpy(ids_of_rows(numbers[again[differs]])))} come more than once, with "
-                "different weights; leave all but one of each out"
+                f"of the rows of {table.name!r}, ids {_named(torch.from_numpy(ids_of_rows(numbers[again[differs]])))} "
+                "come more than once, with different weights; leave all but one of each out"
             )
         numbers, places = numbers[~is_again], places[torch.from_numpy(~is_again)]
     most = table.options.max_rows
@@ -216,10 +216,10 @@ def _as_tensor(what: str, value: Any) -> Tensor:
     try:
         return torch.from_numpy(np.require(np.asarray(value), requirements=["C", "W"]))
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{what} of rows are a tensor or an array: {error}") from None
+        raise ArgumentTypeError(f"{what} are a tensor or an array: {error}") from None
 
 
-def _read_source(source: Any, weights: Any, dim: int) -> tuple[Any, Any]:
+def _read_source(source: Any, weights: Any, into: RowTable) -> tuple[Any, Any]:
     """Return ids and weights."""
     if weights is not None:
         return source, weights
@@ -231,10 +231,10 @@ def _read_source(source: Any, weights: Any, dim: int) -> tuple[Any, Any]:
         source.verify()
         return source.ids, source.weights
     if type(source).__module__.partition(".")[0] == "pyarrow" and hasattr(source, "column_names"):
-        return _read_arrow_table(source, dim)
+        return _read_arrow_table(source, into)
     raise ArgumentTypeError(
-        "rows are loaded from ids and weights, a torch.nn.Embedding, a RowFile, a pyarrow.Table, or the name of a "
-        f"file; got {type(source).__name__} without weights"
+        f"rows of {into.name!r} are loaded from ids and weights, a torch.nn.Embedding, a RowFile, a pyarrow.Table, or "
+        f"the name of a file; got {type(source).__name__} without weights"
     )
 
 
@@ -261,28 +261,32 @@ def _open_source(path: str | os.PathLike[str]) -> Any:
         raise file_error(StateFileError, text, error, path) from error
 
 
-def _read_arrow_table(table: Any, dim: int) -> tuple[Any, Any]:
+def _read_arrow_table(table: Any, into: RowTable) -> tuple[Any, Any]:
     # 1. Which column has what.
     types, names = importlib.import_module("pyarrow.types"), table.column_names
     if len(names) != 2 or len({"id", "ids"}.intersection(names)) != 1:
         raise ConfigurationError(
-            f"an Arrow table of rows has two columns, 'ids' or 'id', and one with a list of numbers for each id; this "
-            f"one has {names}; select two of them"
+            f"an Arrow table of rows for {into.name!r} has two columns, 'ids' or 'id', and one with a list of numbers "
+            f"for each id; this one has {names}; select two of them"
         )
     at = 0 if names[0] in ("id", "ids") else 1
     ids, lists = table.column(at), table.column(1 - at)
     if not any([f(lists.type) for f in (types.is_list, types.is_large_list, types.is_fixed_size_list)]):
         raise ConfigurationError(
-            f"the column {names[1 - at]!r} of an Arrow table of rows has lists of numbers, not {lists.type}"
+            f"the column {names[1 - at]!r} of an Arrow table of rows for {into.name!r} has lists of numbers, not "
+            f"{lists.type}"
         )
     # 2. The numbers, chunk by chunk.
     chunks = lists.chunks
     if ids.null_count or lists.null_count or any([chunk.flatten().null_count for chunk in chunks]):
-        raise ConfigurationError("an Arrow table of rows has no nulls, but this one has; drop these rows")
-    lengths = {n for chunk in chunks for n in np.unique(chunk.value_lengths().to_numpy(False)).tolist()}
-    if lengths - {dim}:
-        raise ShapeMismatchError(
-            f"rows have {dim} elements, but lists of column {names[1 - at]!r} have {sorted(lengths)[:_NAMED]}"
+        raise ConfigurationError(
+            f"an Arrow table of rows for {into.name!r} has no nulls, but this one has; drop these rows"
         )
-    rows = [chunk.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim) for chunk in chunks]
-    return ids.to_numpy(), np.concatenate(rows) if rows else np.zeros((0, dim), np.float32)
+    lengths = {n for chunk in chunks for n in np.unique(chunk.value_lengths().to_numpy(False)).tolist()}
+    if lengths - {into.dim}:
+        raise ShapeMismatchError(
+            f"rows of {into.name!r} have {into.dim} elements, but lists of column {names[1 - at]!r} have "
+            f"{sorted(lengths)[:_NAMED]}"
+        )
+    rows = [chunk.flatten().to_numpy(zero_copy_only=False).reshape(-1, into.dim) for chunk in chunks]
+    return ids.to_numpy(), np.concatenate(rows) if rows else np.zeros((0, into.dim), np.float32)

@@ -111,7 +111,7 @@ def test_a_gradient_that_is_older_than_all_that_is_kept_is_refused(monkeypatch: 
             trainer.step(1)
             table.weight.grad = None
         table.weight.grad = old
-        with pytest.raises(RowSparseError):
+        with pytest.raises(RowSparseError, match="'t'"):
             trainer.step(1)
         assert table(torch.arange(10)).flatten().tolist() == [-20.0] * 10
 
@@ -239,7 +239,7 @@ def test_an_id_that_is_no_integer_is_refused(ids: Any) -> None:
 )
 def test_bags_that_do_not_fit_are_refused(ids: Any, offsets: Any, weights: Any) -> None:
     table = kvtrainer.EmbeddingBag(3)
-    with trained(table), pytest.raises(ConfigurationError):
+    with trained(table), pytest.raises(ConfigurationError, match="'t'"):
         table(*[None if one is None else torch.tensor(one) for one in (ids, offsets, weights)])
 
 
@@ -388,6 +388,16 @@ def test_a_collection_refuses_what_its_tables_do_not_take(ids: Any) -> None:
     collection = kvtrainer.EmbeddingBagCollection({"users": users, "words": words})
     with kvtrainer.Trainer(collection, "sgd", kvstore="local"), pytest.raises(ConfigurationError):
         collection(ids)
+
+
+def test_an_error_in_a_collection_names_the_feature_and_the_table_that_it_shares() -> None:
+    users = kvtrainer.Embedding(2)
+    collection = kvtrainer.EmbeddingBagCollection({"user": users, "friend": users})
+    with (
+        kvtrainer.Trainer(collection, "sgd", kvstore="local"),
+        pytest.raises(ConfigurationError, match=r"'friend'.*'user\.weight'"),
+    ):
+        collection({"user": [1], "friend": [0.5]})
 
 
 @pytest.mark.parametrize(
