@@ -132,6 +132,9 @@ class Embedding(nn.Module):
             )
         return [self._lookup(*args)]
 
+    def _rows_to_look_up(self, given: Any) -> list[tuple[HashTableParameter, Tensor]]:
+        return [(one.table, one.rows) for one in self._lookups(given)]
+
     def stats(self) -> dict[str, Any]:
         """Return figures of the table in all servers. Blocks until they answer; all rows are looked at.
 
@@ -358,6 +361,9 @@ class EmbeddingBagCollection(nn.ModuleDict):
                 f"an EmbeddingBagCollection takes a dict of ids by name, got {ids!r:.80}"
             )
         return [self._lookup(name, given) for name, given in ids.items()]
+
+    def _rows_to_look_up(self, given: Any) -> list[tuple[HashTableParameter, Tensor]]:
+        return [(one.table, one.rows) for one in self._lookups(given)]
 
     def _lookup(self, name: str, given: Any) -> RowLookup:
         if name not in self:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeGuard
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from kvstore_server.optimizer.rows import SortedRowIds, sort_row_ids
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.common.tensors import flatten_id_tensor, read_id_tensor
 from kvtrainer.common.uncompiled import uncompiled
-from kvtrainer.errors import ConfigurationError, RowSparseError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, RowSparseError
 from kvtrainer.parallel.replicas import COPIES
 from kvtrainer.states.pretrained_rows import PretrainedRows
 from kvtrainer.states.safetensors_file import Path
@@ -56,6 +56,14 @@ _MOVES = frozenset({"to", "cpu", "cuda", "half", "float", "double", "bfloat16", 
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 # Held while the process's random generator is in use: an init function cannot be given another one.
 _filling = threading.RLock()
+
+
+@runtime_checkable
+class LooksUp(Protocol):
+    """A module that looks up rows: a `kvtrainer.Embedding`, or an `EmbeddingBagCollection`."""
+
+    def _rows_to_look_up(self, given: Any) -> Sequence[tuple[RowSparseParameter, Tensor]]:
+        """Return each table, and its rows (distinct, ascending), that `forward` looks up if it is given this."""
 
 
 class RowSparseOwner(Protocol):
@@ -371,15 +379,36 @@ class RowSparseTables:
         names = {parameters[0]._label: key for key, parameters in self._parameters.items()}
         wanted: dict[int, Tensor] = {}
         for given, ids in rows.items():
-            key = names.get(given) if isinstance(given, str) else self._keys.get(id(given))
-            if key is None or key in wanted:
+            found = self._rows_of(given, ids, names)
+            if found is None or found.keys() & wanted.keys():
                 raise ConfigurationError(
-                    f"prefetch() takes each RowSparseParameter of this Trainer, or its name, once; got {given!r:.80}"
+                    "prefetch() takes each RowSparseParameter of this Trainer, or its name, once, or a module that "
+                    f"looks its rows up; got {given!r:.80}"
                     + (did_you_mean(given, names) if isinstance(given, str) else "")
                 )
-            parameter = self._parameters[key][0]
-            wanted[key] = parameter._read_ids(ids)
+            wanted |= found
         self.wanted = wanted
+
+    def _rows_of(self, given: Any, ids: Any, names: Mapping[str, int]) -> dict[int, Tensor] | None:
+        """Return the rows that are wanted, by key; None: there is no such parameter here."""
+        if isinstance(given, LooksUp):
+            parts: dict[int, list[Tensor]] = {}
+            for table, rows in given._rows_to_look_up(ids):
+                if id(table) not in self._keys:
+                    return None
+                parts.setdefault(self._keys[id(table)], []).append(rows)
+            return {key: torch.unique(torch.cat(found)) for key, found in parts.items()}
+        key = names.get(given) if isinstance(given, str) else self._keys.get(id(given))
+        if key is None:
+            return None
+        parameter = self._parameters[key][0]
+        if isinstance(ids, tuple):
+            raise ArgumentTypeError(
+                f"the ids of {parameter._name()} to prefetch are a tensor, an array or a list, got a tuple of "
+                f"{len(ids)}; what a kvtrainer.EmbeddingBag is called with is given to it: "
+                "prefetch({bag: (ids, offsets)})"
+            )
+        return {key: parameter._read_ids(ids)}
 
     def take_wanted(self) -> dict[int, Tensor]:
         wanted, self.wanted = self.wanted, {}

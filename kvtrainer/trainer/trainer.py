@@ -1176,10 +1176,13 @@ class Trainer(torch.optim.Optimizer):
 
         Args:
             row_ids: A dict from RowSparseParameters of this Trainer, or their names, to ids as in `row_sparse_data`; or
-                only the ids, if there is a single such parameter. They replace those of an earlier call.
+                from an `Embedding`, `EmbeddingBag` or `EmbeddingBagCollection` to what it will be called with. Only the
+                ids, if there is a single such parameter. They replace those of an earlier call.
 
         Raises:
-            ConfigurationError: This is not such a parameter, or one appears twice, or ids are not integers.
+            ConfigurationError: This is not such a parameter, or one appears twice, or ids are not integers, or a module
+                does not take what is given for it.
+            ArgumentTypeError: Ids of a parameter are a tuple.
             RowIdError: A table does not have these rows.
 
         Errors of the store are raised by `row_sparse_data`.

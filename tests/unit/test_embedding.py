@@ -13,7 +13,7 @@ from torch import Tensor
 import kvtrainer
 from kvstore_server.shard.id_index import row_numbers
 from kvstore_server.shard.row_values import initial_rows
-from kvtrainer.errors import ConfigurationError, RowSparseError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, RowSparseError
 from kvtrainer.memory import hash_table
 
 BIG = 2**63 - 1
@@ -398,6 +398,42 @@ def test_an_error_in_a_collection_names_the_feature_and_the_table_that_it_shares
         pytest.raises(ConfigurationError, match=r"'friend'.*'user\.weight'"),
     ):
         collection({"user": [1], "friend": [0.5]})
+
+
+def test_what_a_module_will_be_called_with_is_prefetched() -> None:
+    users, words = kvtrainer.Embedding(2, padding_idx=9), kvtrainer.EmbeddingBag(2)
+    collection = kvtrainer.EmbeddingBagCollection({"user": users, "friend": users, "words": words})
+    batch = {"user": [3, 9], "friend": [3, 4], "words": (torch.tensor([6, 5, 6]), torch.tensor([0, 2]))}
+    rows = {
+        name: set(row_numbers(np.array(ids)).tolist())
+        for name, ids in {"user": [3, 4], "words": [5, 6]}.items()
+    }
+    with kvtrainer.Trainer(collection, "sgd", kvstore="local") as trainer:
+        tables = trainer._pipeline.memory.tables
+        for given in ({collection: batch}, {users: [3, 9, 4], words: batch["words"]}):
+            trainer.prefetch(given)
+            assert [set(one.tolist()) for one in tables.wanted.values()] == list(rows.values())
+
+
+def test_wrong_ids_to_prefetch_are_refused_and_the_former_ones_stay() -> None:
+    users, words = kvtrainer.Embedding(2), kvtrainer.EmbeddingBag(2)
+    bag = torch.tensor([6, 5]), torch.tensor([0, 1])
+    collection = kvtrainer.EmbeddingBagCollection({"user": users, "words": words})
+    with kvtrainer.Trainer(collection, "sgd", kvstore="local") as trainer:
+        trainer.prefetch({users: [1]})
+        before = trainer._pipeline.memory.tables.wanted
+        for wrong in ({words.weight: bag}, {"words.weight": bag}, {"user.weight": (1, 2)}):
+            with pytest.raises(ArgumentTypeError, match="weight'"):
+                trainer.prefetch(wrong)
+        others: list[Any] = [
+            {collection: bag}, {collection: {"word": bag}}, {users: bag}, {words: [1]}, {"user": [1]},
+            {collection: {"user": [1]}, users: [1]}, {kvtrainer.RowSparseParameter((2, 1)): [1]}, bag, {users: {1}},
+            {users: None}, {users: "1"},
+        ]  # fmt: skip
+        for wrong in others:
+            with pytest.raises(ConfigurationError):
+                trainer.prefetch(wrong)
+        assert trainer._pipeline.memory.tables.wanted == before
 
 
 @pytest.mark.parametrize(
