@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
-from kvstore_server.plan import HashTableOptions
+from kvstore_server.plan import HASH_SLICES, HashTableOptions
 from kvstore_server.shard.table_optimizer import check_hash_table, describe_table_optimizer
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
@@ -45,9 +45,9 @@ class Embedding(nn.Module):
         seed: Of the initial values.
         admit_after: A row is trained from its nth gradient on; those before are ignored. Each worker gives one a round.
         expire_after: A row is forgotten that had no gradient for this many rounds; 0: never.
-        max_rows: About the most rows; 0: as many as there is memory for.
-        evict: Which rows are forgotten when there are too many: "lru" (longest without a gradient), "lfu" (fewest), or
-            "norm" (smallest Euclidean norm).
+        max_rows: About the most rows, at least 128; 0: as many as there is memory for.
+        evict: With `max_rows`, which rows are forgotten when there are too many: "lru" (longest without a gradient; the
+            default), "lfu" (fewest), or "norm" (smallest Euclidean norm).
         padding_idx: The id whose row is always zero, and not trained.
         weight_decay: Decoupled weight decay: each round multiplies every row that is there by 1 - lr * weight_decay,
             before the optimizer's update (as torch's AdamW). A row is multiplied when it is read or trained.
@@ -75,7 +75,7 @@ class Embedding(nn.Module):
         admit_after: int = 1,
         expire_after: int = 0,
         max_rows: int = 0,
-        evict: str = "lru",
+        evict: str | None = None,
         padding_idx: int | None = None,
         weight_decay: float = 0.0,
         max_norm: float | None = None,
@@ -89,6 +89,16 @@ class Embedding(nn.Module):
         super().__init__()
         scale = float(scale) if check.is_number(scale) else scale
         decay = check.number("weight_decay", weight_decay, 0)
+        if evict is not None and max_rows == 0:
+            raise ConfigurationError(
+                f"evict={evict!r} says which rows go from a full table, but this one has no max_rows; give it one"
+            )
+        if check.is_integer(max_rows, 1, HASH_SLICES - 1):
+            raise ConfigurationError(
+                f"max_rows={max_rows} cannot be kept, because each of the {HASH_SLICES} slices of a table has a row or "
+                f"more; give at least {HASH_SLICES}"
+            )
+        evict = "lru" if evict is None else evict
         limit = 0.0 if max_norm is None else check.number("max_norm", max_norm, above=0)
         options = HashTableOptions(
             seed, init, scale, admit_after, expire_after, max_rows, evict, decay, limit, ""

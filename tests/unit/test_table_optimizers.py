@@ -385,7 +385,7 @@ def test_states_of_a_table_with_another_option_name_it_and_both_values(
     [
         {"expire_after": 0},
         {"max_rows": 2000},
-        {"max_rows": 0, "evict": "lru"},
+        {"max_rows": 0, "evict": None},
         {"weight_decay": 0.02},
         {"optimizer_params": {"learning_rate": 0.5}},
     ],
