@@ -132,9 +132,15 @@ class BaseRows:
         Raises:
             StateMismatchError: It does not go on from this file.
         """
-        found = dict(state)
-        is_fit = _forms(self._states[name]) == _forms(state)
-        for begin in _BEGINS if is_fit else ():
+        found, is_fit = dict(state), True
+        before, now = _forms(self._states[name]), _forms(state)
+        if before != now:
+            raise StateMismatchError(
+                f"since {self.fname!r} was saved, other numbers are kept for each row of hash table {name!r}: "
+                f"{_differences(before, now)}. This depends on weight_decay of the table and on its optimizer. Rows "
+                "that have not changed would not have them in a delta; save without base"
+            )
+        for begin in _BEGINS:
             present, changed = found.pop(begin + _PRESENT).numpy(), state[begin + _ROWS].numpy()
             former = self._rows[name][begin]
             were_there = _are_among(former, present)
@@ -301,6 +307,13 @@ def _forms(state: State) -> dict[str, Any]:
         for name, value in state.items()
         if _has_rows(value, name) and not name.endswith((_PRESENT, _DELETED))
     }
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    added, gone = (sorted(one.keys() - other.keys()) for one, other in ((now, before), (before, now)))
+    changed = sorted(name for name in now.keys() & before.keys() if now[name] != before[name])
+    named = {"there are also": added, "gone are": gone, "changed have": changed}
+    return ", ".join(f"{what} {', '.join(map(repr, names))}" for what, names in named.items() if names)
 
 
 def _has_rows(value: object, name: str) -> TypeGuard[Tensor]:

@@ -132,6 +132,24 @@ def test_the_state_of_any_optimizer_is_in_a_delta(optimizer: str, options: Any, 
     assert (tmp_path / "loaded").read_bytes() == (tmp_path / "full").read_bytes()
 
 
+def test_a_delta_of_a_table_that_has_had_no_weight_decay_is_refused_for_that_reason(tmp_path: Path) -> None:
+    for decay in (0.0, 0.1):
+        table = kvtrainer.Embedding(3, weight_decay=decay)
+        with kvtrainer.Trainer({"t": table}, "sgd", {"learning_rate": 0.1}, kvstore="local") as trainer:
+            if decay:
+                trainer.load_states(tmp_path / "base")
+            table([1, 2]).sum().backward()
+            trainer.step(1)
+            if not decay:
+                trainer.save_states(tmp_path / "base")
+                continue
+            with pytest.raises(
+                StateMismatchError, match=r"'t\.weight': there are also 'decayed'.*weight_decay"
+            ):
+                trainer.save_states(tmp_path / "delta", base=tmp_path / "base")
+            assert not (tmp_path / "delta").exists()
+
+
 def test_a_change_of_momentum_moves_rows_that_no_delta_would_have(tmp_path: Path) -> None:
     job = Job("sgd", momentum=0.9)
     job.train_twice(1, 2, 3)
