@@ -29,7 +29,7 @@ from kvtrainer.common import env
 from kvtrainer.common.exit_code import exit_when_fenced
 from kvtrainer.common.thread_guard import exclusive
 from kvtrainer.common.uncompiled import uncompiled
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, DeadlineError
 from kvtrainer.jobs.topology import find_topology
 from kvtrainer.kvstore.agreement import Agreement, ServerAgreement
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
@@ -183,10 +183,16 @@ class DistKVStore(KVStoreVerbs):
         name = f"/trainer{len(self._for_trainers) + 1}"
         return self._borrow(self._connect(name, replace(self.mode, by_host=by_host)))
 
-    def open_agreement(self) -> Agreement:
+    def open_agreement(self, what: str = "this call") -> Agreement:
         """Open an exchange over synchronous rounds of a new client. Collective; blocks until all workers have come.
 
         As with `open_client`, the n-th one of every worker belongs with the others' n-th.
+
+        Args:
+            what: For which call it is, for messages.
+
+        Raises:
+            DeadlineError: Other workers have not made this call in time; names them.
         """
         if self.num_workers == 1:
             return Agreement()
@@ -197,6 +203,11 @@ class DistKVStore(KVStoreVerbs):
             client.barrier()
         except BaseException as error:
             client.close(error)
+            if isinstance(error, DeadlineError):
+                raise DeadlineError(
+                    f"{what} is collective: all {self.num_workers} workers call it, between the same steps, but not "
+                    f"all have in time; {error}"
+                ) from error
             raise
         self._agreements = {n: one for n, one in self._agreements.items() if not one.is_closed}
         self._agreements[self._sides] = client

@@ -358,7 +358,7 @@ class KVStoreVerbs(KVStoreBase):
             StateFileError, StateMismatchError: The file cannot be read or does not fit.
             RoundAbortedError: Another worker failed. The message has its rank and error.
         """
-        with closing(self.open_agreement()) as agreement:
+        with closing(self.open_agreement("load_optimizer_states()")) as agreement:
             with agreement.all_or_none(f"read {os.fspath(fname)!r}"):
                 saved = self._fitting_states(fname)
             # A barrier on both sides: no worker may go on while another one is still replacing state on servers.
@@ -508,8 +508,8 @@ class KVStoreVerbs(KVStoreBase):
         assert self._engine is not None
         return self._borrow(self._engine.open_client(f"trainer{len(self._for_trainers) + 1}"))
 
-    def open_agreement(self) -> Agreement:
-        """Open an exchange of bytes between all workers. Collective. The caller closes it."""
+    def open_agreement(self, what: str = "this call") -> Agreement:
+        """Open an exchange of bytes between all workers. Collective. The caller closes it. Messages name `what`."""
         return Agreement() if self.group is None else RankAgreement(self.group)
 
     def _borrow(self, client: Client) -> Client:
@@ -891,8 +891,11 @@ class KVStoreVerbs(KVStoreBase):
         return None if self._codec is None else Compressor(self._codec, table.plan)
 
 
-def agreement_of(store: KVStoreBase | None) -> Agreement:
+def agreement_of(store: KVStoreBase | None, what: str = "this call") -> Agreement:
     """Return the exchange over a store's workers, or one of this process alone for one worker or no store.
+
+    Args:
+        what: For which call it is, for messages.
 
     Raises:
         ConfigurationError: A third-party store has several workers. It can sum tensors, but not exchange bytes.
@@ -906,7 +909,7 @@ def agreement_of(store: KVStoreBase | None) -> Agreement:
             "'device' over torch.distributed. A Trainer works without; restore the state of its optimizer with "
             "load_state_dict() on every worker"
         )
-    return store.open_agreement()
+    return store.open_agreement(what)
 
 
 class _VerbsStateHolder:

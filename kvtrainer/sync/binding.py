@@ -734,14 +734,14 @@ class Binding:
         self._open_store()
         return (0, 1) if self.store is None else (self.store.rank, self.store.num_workers)
 
-    def open_agreement(self) -> Agreement:
-        """Return collectives for something beside training, to be closed afterwards; collective.
+    def open_agreement(self, what: str) -> Agreement:
+        """Return collectives for a call beside training (`what`), to be closed afterwards; collective.
 
         Opens the store as `_open_store`, and raises ConfigurationError as `agreement_of`.
         """
         self.check_open()
         self._open_store()
-        return agreement_of(self.store)
+        return agreement_of(self.store, what)
 
     def _open_store(self, resumes: bool = False) -> None:
         """Open the store and the connection, if there are to be any; blocks until the servers answer. Idempotent.

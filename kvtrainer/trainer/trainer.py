@@ -1042,7 +1042,7 @@ class Trainer(torch.optim.Optimizer):
             ConfigurationError: Several workers have a third-party store, through which they cannot agree.
             In each case nothing has changed, on any worker.
         """
-        with closing(self._pipeline.binding.open_agreement()) as agreement:
+        with closing(self._pipeline.binding.open_agreement("load_states()")) as agreement:
             with agreement.all_or_none(f"read {os.fspath(fname)!r}"):
                 self._pipeline.ready()  # first, so that its errors are not hidden by those of the file
                 saved = read_states(fname)
@@ -1255,7 +1255,7 @@ class Trainer(torch.optim.Optimizer):
         """Put rows into a hash table, collectively; see `Embedding.load_rows`."""
         pipeline = self._pipeline
         pipeline.refuse_in_join("load_rows()")
-        with closing(pipeline.binding.open_agreement()) as agreement:
+        with closing(pipeline.binding.open_agreement("load_rows()")) as agreement:
             with agreement.all_or_none("read the rows to be loaded"):
                 pipeline.binding.check_whole()
                 key = self._key_of(parameter)

@@ -181,3 +181,15 @@ def test_a_failed_push_is_reported_by_the_next_call_that_concerns_its_key(server
         out = torch.empty(3)
         pair[0].pull("w", out=out)
         assert out.tolist() == [0.0] * 3
+
+
+def test_a_collective_call_of_one_worker_alone_says_that_all_must_call_it(servers: list[Process]) -> None:
+    with Members() as members:
+        first, _ = members.pair(servers, timeout=SOON)
+        for name, call in (
+            ("load_optimizer_states()", lambda: first.load_optimizer_states("states")),
+            ("load_rows()", lambda: first.open_agreement("load_rows()")),
+        ):
+            with pytest.raises(DeadlineError, match="rank 1 never connected") as caught:
+                call()
+            assert str(caught.value).startswith(f"{name} is collective: all 2 workers call it")
