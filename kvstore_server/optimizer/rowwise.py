@@ -22,8 +22,9 @@ class RowAdam(Optimizer):
     `w -= lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + epsilon)`. With `adam` and
     lazy_update=True t counts the updates of the whole key, so averages that a rare row has just begun are not
     corrected, and its first steps have wrong lengths. Here t is the row's own (Kingma and Ba, 2015, algorithm 1, for
-    each row alone). For keys of two dimensions. A row-sparse gradient updates only its rows, weight decay included. It
-    is made for `kvtrainer.Embedding`: updates of a parameter with a fixed number of rows copy the state of all rows.
+    each row alone). For keys of two dimensions. A row-sparse gradient updates only its rows, weight decay included. On
+    servers that can be restarted, each update of a parameter with a fixed number of rows copies the state of all rows;
+    one of `kvtrainer.Embedding` does not.
 
     Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-8. State: 'exp_avg' m, 'exp_avg_sq' v, and
     'row_step' t, of shape (rows, 1).

@@ -105,10 +105,15 @@ class States:
         self.steps = np.concatenate([self.steps, np.zeros(len(segments), np.int64)])
         self.entries += [self._share({})] * len(segments)
 
-    def view(self, first: int, part: slice) -> State:
-        """Return the common state of the segments from `first` on with the elements `part`; tensors are views."""
+    def view(self, first: int, part: slice, *, copies: bool = True) -> State:
+        """Return the common state of the segments from `first` on with the elements `part`; tensors are views.
+
+        Args:
+            copies: Whether tensors that are not in flat memory are copied, so that the former ones stay.
+        """
+        own = own_state_value if copies else lambda value: value
         values = {
-            name: self.tensors[name][part] if value is FlatStateEntry.MEMORY else own_state_value(value)
+            name: self.tensors[name][part] if value is FlatStateEntry.MEMORY else own(value)
             for name, value in self.entries[first].items()
         }
         master = values.pop("master", None)

@@ -661,13 +661,16 @@ class Shard:
             are_protected = are_protected and self.storage.protect_rows(layout, rows.ids, True)
             if not are_protected:
                 self.storage.protect_state(block, part)
-        # 3. Update each run of rows with equal options and state.
+        # 3. Update each run of rows with equal options and state. Nothing has to know the former state of other rows,
+        # unless an image of the state names what has been replaced.
+        copies = self._journal is not None or optimizer.may_raise
         with self.storage.borrowed_key(layout, are_protected) as weight:
             starts = [(states.segments[i][0] - begin) // layout.width for i, _ in runs]
             for (i, j), own in zip(runs, cut_rows(rows, starts), strict=True):
                 part = slice(states.segments[i][0], sum(states.segments[j - 1]))
                 shape = ((part.stop - part.start) // layout.width, *layout.spec.shape[1:])
-                state = self._key_state(layout._replace(first=i, last=j, part=part), optimizer, shape)
+                of_part = layout._replace(first=i, last=j, part=part)
+                state = self._key_state(of_part, optimizer, shape, copies)
 
                 def room(name: str, like: Tensor, part: slice = part) -> Tensor:
                     return states.cleared(name, like, part)
@@ -693,9 +696,11 @@ class Shard:
             for i, j in runs
         )
 
-    def _key_state(self, layout: KeyLayout, optimizer: Optimizer, shape: Sequence[int]) -> State:
+    def _key_state(
+        self, layout: KeyLayout, optimizer: Optimizer, shape: Sequence[int], copies: bool = True
+    ) -> State:
         states = layout.block.states
-        state = states.view(layout.first, layout.part)
+        state = states.view(layout.first, layout.part, copies=copies)
         if state.master is not None:
             state.master = state.master.view(tuple(shape))
         if optimizer.elementwise:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Embedding, Parameter
 
 import kvtrainer
+from kvstore_server.optimizer import state as state_module
 from kvtrainer import RowSparseParameter, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, RowSparseError, SparseGradientWarning
 from kvtrainer.parallel import DataParallel
@@ -358,3 +359,23 @@ def test_plug_in_refuses_row_sparse_gradients() -> None:
         net(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigurationError, match="'thirdparty' sums dense gradients only"):
         trainer.step(1)
+
+
+@pytest.mark.parametrize("optimizer", ["rowadam", "groupadagrad"])
+def test_an_update_of_rows_does_not_copy_the_state_of_all(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, copied, copy = RowSparseParameter((1000, 4), 1.0), list[Any](), state_module.own_state_value
+    monkeypatch.setattr(state_module, "own_state_value", lambda one: copied.append(one) or copy(one))
+    with Trainer({"table": table}, optimizer, {"learning_rate": 0.1}, kvstore="local") as trainer:
+        for step in range(4):
+            table.row_sparse_data([step, 7]).sum().backward()
+            trainer.step(1)
+            table.grad = None
+        assert not copied
+        values = trainer.export_saved_states().parameters["table"].state
+        untouched = table.row_sparse_data(torch.arange(8, 1000))
+    assert bool((untouched == 1).all())
+    entries = [one for one in values.values() if isinstance(one, Tensor)]
+    assert entries
+    assert all(one[7].all() and not one[8:].any() for one in entries)
