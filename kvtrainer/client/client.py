@@ -46,10 +46,21 @@ _STATES_IN_ADVANCE = 2
 
 
 class Client:
-    """One worker's connection to the store. Not thread-safe."""
+    """One worker's connection to the store. Not thread-safe.
 
-    def __init__(self, transport: Transport, options: SessionOptions, clock: Callable[[], float]) -> None:
+    Args:
+        holders: Collects the servers that hold tables of this client or of others of the same job.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        options: SessionOptions,
+        clock: Callable[[], float],
+        holders: set[int] | None = None,
+    ) -> None:
         self.options = options
+        self._holders = set[int]() if holders is None else holders
         self._session = Session(transport, options, clock)
         self.rounds = Rounds(self._session)
         self.rows = RowPulls(self._session, self.rounds)
@@ -119,6 +130,7 @@ class Client:
         for table in declared.values():
             table.delta_codec = delta_codec
         requests = [(server, table) for table in declared.values() for server in table.plan.servers]
+        self._holders.update([server for server, _ in requests])
         failpoint("worker.register.begin")
         for at in range(0, len(requests), _TABLES_PER_REGISTER):
             self._register(requests[at : at + _TABLES_PER_REGISTER], resumes)
@@ -369,7 +381,8 @@ class Client:
         reason = "it closed its kvstore or its program ended"
         if error is not None:
             reason = describe(error)
-        self._session.close(reason, is_clean=error is None)
+        self._holders.update([server for table in self._tables.values() for server in table.plan.servers])
+        self._session.close(reason, error is None, self._holders or None)
 
 
 def _register_message(table: RemoteTable, first: int) -> m.Register:

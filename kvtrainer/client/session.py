@@ -329,7 +329,7 @@ class Session:
         """Servers that have sent their shutdown notice. Nothing more comes from them."""
         self._process_ended_at: dict[int, float] = {}
         """Server → when the end of its process was detected."""
-        self._lost_state_error: KVStoreError | None = None
+        self._lost_state_errors: dict[int, KVStoreError] = {}
         """The error of a server that was restarted and has lost the state of this job."""
         self._absences = Absences()
         self.on_reconnect: list[Callable[[int], None]] = []
@@ -849,16 +849,22 @@ class Session:
             f"the process of {self.describe(server)} {how}. Restart the job from its last saved states"
         )
 
-    def close(self, reason: str, is_clean: bool) -> None:
+    def close(self, reason: str, is_clean: bool, holders: Collection[int] | None = None) -> None:
         """Leave the job on every server and close the transport. Idempotent.
 
         If a server has lost the state of the job, the servers are given that as the reason even if `is_clean`, because
         the loop of this worker may have caught the error.
+
+        Args:
+            holders: Servers that hold something of the job; others have lost nothing of it. None: all may.
         """
         if self.is_closed:
             return
-        if self._lost_state_error is not None and is_clean:
-            reason, is_clean = describe(self._lost_state_error), False
+        errors = [
+            one for server, one in self._lost_state_errors.items() if holders is None or server in holders
+        ]
+        if errors and is_clean:
+            reason, is_clean = describe(errors[-1]), False
         failpoint("worker.close")
         for server, (run, session) in enumerate(self._tokens):
             if session and server not in self._shut_down and server not in self._absences:
@@ -909,7 +915,7 @@ class Session:
                 self._has_repeated = False
             self._reasons.append(reply.body.why)
         elif isinstance(reply.body, m.Failed) and reply.body.code == ServerLostState.__name__:
-            self._lost_state_error = from_wire(reply.body.code, reply.body.text)
+            self._lost_state_errors[server] = from_wire(reply.body.code, reply.body.text)
         # 3. The reply itself.
         handler = self._handlers.get(reply.number)
         if handler is not None:

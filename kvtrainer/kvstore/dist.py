@@ -171,6 +171,8 @@ class DistKVStore(KVStoreVerbs):
         self.servers = topology.servers
         """Addresses of the servers, by index."""
         self._clients: list[Client] = []
+        self._holders = set[int]()
+        """Servers that hold tables of this job; a server without any has nothing to lose."""
         self._agreements: dict[int, Client] = {}
         """Number of an agreement → its client; closed ones are dropped when the next one is opened."""
         weakref.finalize(self, _close_dist_clients, self._clients)
@@ -296,7 +298,7 @@ class DistKVStore(KVStoreVerbs):
         transport: Transport = Connection(self.servers, self._water_mark, self._transport, self._keys)
         if self._faults is not None:
             transport = FaultyTransport(transport, self._faults, time.monotonic, options.rank)
-        client = Client(transport, options, time.monotonic)
+        client = Client(transport, options, time.monotonic, self._holders)
         self._clients[:] = [known for known in self._clients if not known.is_closed] + [client]
         try:
             client.connect()

@@ -296,6 +296,28 @@ def test_a_server_whose_memory_is_lost_is_started_again_if_there_are_snapshots(
     assert jobs.alive() == []
 
 
+@pytest.mark.full
+def test_a_job_leaves_no_snapshots_if_a_server_that_holds_nothing_of_it_was_lost(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    # Small weights lie on one of two servers. The supervisor of the other one is killed, too, so its memory is lost.
+    script = FIND.replace("in words and", "in words and words[words.index(b'--index') + 1] == index and")
+    script += resuming("False").replace(
+        "    trainer.step()",
+        """    if step == 3 and trainer.rank == 1 and os.environ.get("KVSTORE_RESTARTS") == "0":
+        [empty] = [at for at, one in enumerate(trainer.server_stats()) if not one["tables"]]
+        index = str(empty).encode()
+        pid = wait_for(pid_of_server)
+        os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    trainer.step()""",
+    )
+    flags = ["-n", "2", "-s", "2", "--restart", "1", "--state-dir", str(tmp_path), "--snapshot-every", "2"]
+    code, _, err = jobs.finish(launch(jobs, script, *flags))
+    assert code == 0, err
+    assert "restart 1 of 1" in err
+    assert list(tmp_path.glob("server-*/round-*")) == []
+
+
 def test_used_up_restarts_of_a_server_end_the_job_with_its_code(jobs: Jobs) -> None:
     script = (
         FIND

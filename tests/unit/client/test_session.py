@@ -361,6 +361,19 @@ def test_who_has_heard_that_a_server_lost_the_job_leaves_for_that_reason_however
     assert servers.bodies(m.Leave, 0) == [m.Leave(*reason) for reason in reasons]
 
 
+@pytest.mark.parametrize(("holders", "is_clean"), [(None, False), ({0, 1}, False), ({0}, True)])
+def test_a_server_that_holds_nothing_of_the_job_has_lost_nothing(
+    holders: set[int] | None, is_clean: bool
+) -> None:
+    servers = Scripted(2)
+    session = servers.session()
+    servers.answer = lambda server, request: [m.Failed("ServerLostState", "restarted")] if server else None
+    with pytest.raises(ServerLostState):
+        session.call(1, m.Stats())
+    session.close("it is done", True, holders)
+    assert [leave.is_clean for leave in servers.bodies(m.Leave, 0)] == [is_clean]
+
+
 def test_a_table_of_very_many_keys_is_declared_in_portions_and_by_the_next_worker_at_a_glance() -> None:
     engine = Engine(EngineConfig())
     specs = [TensorSpec(f"layer.{i}.weight", (2,), "float32") for i in range(2 * KEYS_PER_MESSAGE + 1)]
