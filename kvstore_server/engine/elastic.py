@@ -51,13 +51,15 @@ class MemberChanges:
     ) -> DelayedRequest | list[m.Outgoing]:
         """Let a rank become a member after the open round; return the answer for one that is, or who waits for it.
 
+        After the job has gone back to a snapshot it becomes one of the open round, see `begin`.
+
         Raises FencedError if all members have finished, and as `_views_of`.
         """
         views = _views_of(space, body.table, rank)
         answer = partial(_welcome, space, rank, waiter)
         if rank in views.current.ranks:
             return answer()
-        if space.membership.finished.issuperset(views.current.ranks):
+        if space.have_members_finished():
             raise finished_error(space, rank)
         views.joining.add(rank)
         return DelayedRequest(
@@ -70,6 +72,33 @@ class MemberChanges:
             answer=answer,
             is_entry=True,
         )
+
+    def begin(self, space: Namespace, now: float) -> bool:
+        """After the job has gone back to a snapshot: let the ranks that have come begin with the open round.
+
+        From the first one that comes, those that were members then are awaited for as long as the process of a rank
+        that is silent. Returns whether they begin now.
+        """
+        views = space.views
+        if views is None or views.current.ranks or not space.tables or not space.is_coordinator:
+            return False
+        patience = self._config.rejoin_timeout + self._config.dead_after
+        first = min([wait.since for wait in space.waits.all.values() if wait.is_entry], default=now)
+        is_awaited = bool(views.absent()) and now - first <= patience
+        if is_awaited or len(views.joining) < views.min_workers:
+            return False
+        [table] = space.tables
+        absent = views.begin(space.rounds.shared.number(table.number))
+        ranks = views.current.ranks
+        if absent:
+            _log.warning(
+                "namespace %r goes on with ranks %s: ranks %s have not come within %g s",
+                space.name, list(ranks), absent, patience,
+            )  # fmt: skip
+        # If all ranks are new, they begin with what the absent ones have left.
+        have_states = any(rank in ranks for _, rank in space.client_states)
+        _follow_view(space, absent if have_states else ())
+        return True
 
     def leave(self, space: Namespace, rank: int, table: int) -> list[m.Outgoing]:
         """Let the others go on without a rank, which has not committed the open round.
@@ -428,7 +457,8 @@ def _welcome(space: Namespace, rank: int, waiter: Waiter) -> list[m.Outgoing]:
     [table], (number, ranks, num_backup, _) = space.tables, space.views.current
     since = space.views.since.get(rank, 0)
     states: list[bytes] = []
-    for other in ranks:
+    others = {other for _, other in space.client_states}.difference(ranks)
+    for other in (*ranks, *sorted(others)):
         of_other = [state for at, state in space.client_states.get((table.number, other), ()) if at < since]
         if of_other and other != rank:
             states = of_other

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ from kvstore_server.engine.elastic import (
     tell_members,
 )
 from kvstore_server.engine.facts import FRESH, MAX_JOBS, read_report
+from kvstore_server.engine.image import members_of_image
 from kvstore_server.engine.membership import RankSession, Sessions, random_token
 from kvstore_server.engine.namespace import EngineConfig, Lineage, Namespace, TableBatch
 from kvstore_server.engine.regrouping import regroup
@@ -264,7 +265,8 @@ class Engine:
         for name, space in self.namespaces.items():
             job = _job_of(name)
             self._lineages[job] = max(self._lineages.get(job, Lineage()), space.lineage)
-            if not space.tables and space.membership.is_over(now, self.config.dead_after):
+            lost = space.membership.lost(now, self.config.dead_after)
+            if not space.tables and space.membership.is_over(lost):
                 self._left[name] = _job_of(name)
 
     def begin_log(self, head: Head) -> None:
@@ -470,7 +472,8 @@ class Engine:
             if space.is_waiting():
                 out += self._fail_stuck_waits(space, now)
             silence = now - space.membership.last_heartbeat(now)
-            if silence > self.config.rejoin_timeout and space.membership.is_over(now, self.config.dead_after):
+            members, is_long = space.membership, silence > self.config.rejoin_timeout
+            if is_long and members.is_over(members.lost(now, self.config.dead_after)):
                 self._end(space)  # all workers have failed, and none came back
             elif silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
@@ -490,6 +493,7 @@ class Engine:
         is_any_gone = members.departed or (space.views is not None and space.views.leaving)
         if is_any_gone or members.lost(now, self.config.dead_after):
             late = np.flatnonzero(shared.num_committed).tolist()
+        self._changes.begin(space, now)
         out = self._changes.drop_lost(space, now)
         for pending in [self._open_round(space, number) for number in late]:
             error = self._why_stuck(space, pending, now)
@@ -1125,7 +1129,7 @@ class Engine:
     def _awaits_coordinator(self, space: Namespace, pending: RankWait, now: float) -> bool:
         """Return whether the coordinator may still decide to go on without the ranks that are missing here."""
         if space.views is None or space.is_coordinator:
-            return False
+            return space.views is not None and not space.views.current.ranks
         return now - pending.since < 2 * self.config.rejoin_timeout + self.config.dead_after
 
     # ---------------------------------------------------------------- members and tables
@@ -1399,10 +1403,10 @@ class Engine:
             )
         self._end(space)
 
-    def _end_or_keep(self, space: Namespace) -> None:
+    def _end_or_keep(self, space: Namespace, lost: Collection[int]) -> None:
         """End a namespace that all workers have left; keep what was gathered there for successors that repeat it.
 
-        Only a few that have no tables are kept, and only while the job has others.
+        Only a few that have no tables are kept, and only while the job has others. `lost`: as for `_end`.
         """
         job = _job_of(space.name)
         if (
@@ -1410,7 +1414,7 @@ class Engine:
             or not self._resumable.get(job)
             or not self._open_namespaces(job).difference([space.name])
         ):
-            self._end(space)
+            self._end(space, lost)
             return
         self._left[space.name] = job
         of_job = [name for name, other in self._left.items() if other == job]
@@ -1420,7 +1424,8 @@ class Engine:
     def _open_namespaces(self, job: str) -> set[str]:
         return {name for name in self.namespaces if _job_of(name) == job and name not in self._left}
 
-    def _end(self, space: Namespace) -> None:
+    def _end(self, space: Namespace, lost: Collection[int] = ()) -> None:
+        """End a namespace. `lost`: the members without which the others have gone on."""
         del self.namespaces[space.name]
         if self._durability is not None:
             self._durability.end(space.name)
@@ -1440,13 +1445,20 @@ class Engine:
             for name in kept:
                 self._end(self.namespaces[name])
         self._finished.pop(space.name, None)
-        members = range(space.membership.num_workers) if space.views is None else space.views.current.ranks
-        if space.membership.finished.issuperset(members):
+        if self._has_finished(space, lost):
             self._finished[space.name] = None
             if self.snapshots is not None and not self._open_namespaces(job):
                 self.snapshots.forget(job_of(job))
             if len(self._finished) > _FINISHED_KEPT:
                 self._finished.popitem(last=False)
+
+    def _has_finished(self, space: Namespace, lost: Collection[int]) -> bool:
+        """Return whether all workers of a namespace that ends were done, except for lost members."""
+        if space.views is None or space.tables:
+            return space.have_members_finished(lost)
+        return any(
+            _job_of(name) == _job_of(space.name) for name in self._finished
+        )  # only tables have members
 
     # ---------------------------------------------------------------- snapshots
 
@@ -1472,8 +1484,7 @@ class Engine:
             if body.action == "save":
                 return _make_status(sender, {"is_saved": snapshots.save(name, spaces)})
             state = snapshots.cut(SnapshotName(name.job, name.round), spaces, body.keep)
-            rounds = [one.name.round for one in snapshots.of_job(name.job)]
-            return _make_status(sender, {"state": state, "rounds": rounds})
+            return _make_status(sender, {"state": state})
         if body.action == "check":
             is_read = self._read_stored(sender, job_of(job), snapshots, body) is not None
             return _make_status(sender) if is_read else _make_reply(sender.waiter, m.Pending((), _READING))
@@ -1550,6 +1561,7 @@ class Engine:
         if stored is None:
             return _make_reply(sender.waiter, m.Pending((), _READING))
         lineage = Lineage(body.generation, body.round, stored.loaded, body.tag, body.save)
+        _check_members(sender.space, stored.spaces)
         # 2. Give up what is here.
         why = f"rank {sender.rank} has loaded {body.tag!r}" if body.tag else "a server has lost what it held"
         error = ServerLostState(
@@ -1561,7 +1573,7 @@ class Engine:
         snapshots.go_back(job_of(job), body.round)
         try:
             for one in stored.spaces:
-                self._restore_space(job, one, sender.now)
+                self._restore_space(job, one, sender)
         except Exception:
             for space in spaces_of_job(job, self.namespaces):
                 self._end(space)  # what is there in part would be taken for the job's state
@@ -1644,13 +1656,23 @@ class Engine:
             self._end(space)
         return out
 
-    def _restore_space(self, job: str, stored: StoredSpace, now: float) -> None:
+    def _restore_space(self, job: str, stored: StoredSpace, sender: Sender) -> None:
         former, num_workers, *mode = stored.image["space"]
         name = job + former[len(former.partition("/")[0]) :]
-        space = self._make_space(name, num_workers, Mode(*mode), now, (0, 0, 0))
+        limits, views = (0, 0, 0), sender.space.views
+        if views is not None:
+            num_workers, *terms = (
+                views.terms
+            )  # of the job that goes on; who was a member is what counts of the former
+            limits = terms[0], terms[1], terms[2]
+        space = self._make_space(name, num_workers, Mode(*mode), sender.now, limits)
         space.begin()
         self.namespaces[name] = space
         restore_space(space, stored, self._sessions)
+        if space.views is not None:
+            space.views.go_back(members_of_image(stored.image))
+            space.rounds.shared.members = space.views.current.ranks
+            space.count_members()
         # All ranks had called resume(), and the processes that come now take their places.
         space.membership.resumable.update(range(num_workers))
         if space.changes is not None:
@@ -1668,20 +1690,29 @@ class Engine:
         space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean, sender.now)
         space.end_process(rank, leave.is_clean)
         pipelined.roll_back_broken(space)
-        if space.membership.is_over(sender.now, self.config.dead_after):
-            self._end_or_keep(space)
+        # Where members may change, the others have gone on without those that are lost.
+        may_be_lost = space.views is not None and leave.is_clean
+        lost = space.membership.lost(sender.now, self.config.dead_after)
+        if space.membership.is_over(lost, may_be_lost):
+            for other, member in space.membership.members.items():
+                if not member.has_left:
+                    why = f"the others have finished without rank {other}, because its process did not answer"
+                    self._fence(member.token, why)
+            self._end_or_keep(space, lost if may_be_lost else ())
             return []
         out = self._changes.end_process(space, rank)
-        if space.views is not None and space.membership.finished.issuperset(space.views.current.ranks):
+        if space.views is not None and space.have_members_finished():
             for wait in space.waits.take(lambda wait: wait.is_entry):
                 out += _fail_wait(space, wait, finished_error(space, wait.rank))
         return out + self._fail_stuck_waits(space, sender.now)
 
     def _join_rounds(self, sender: Sender, body: m.JoinRounds) -> list[m.Outgoing]:
-        answer = self._changes.join(sender.space, sender.rank, sender.waiter, body, sender.now)
-        return (
-            _delay_request(sender.space, answer, sender.now) if isinstance(answer, DelayedRequest) else answer
-        )
+        space = sender.space
+        answer = self._changes.join(space, sender.rank, sender.waiter, body, sender.now)
+        if not isinstance(answer, DelayedRequest):
+            return answer
+        out = _delay_request(space, answer, sender.now)
+        return out + self._release(space) if self._changes.begin(space, sender.now) else out
 
     def _leave_rounds(self, sender: Sender, body: m.LeaveRounds) -> list[m.Outgoing]:
         return self._changes.leave(sender.space, sender.rank, body.table) + _make_status(sender)
@@ -1855,6 +1886,27 @@ def _still_waiting(
 
 def _describe_missing(space: Namespace, missing: Iterable[int], now: float) -> str:
     return space.membership.describe_all(missing, now) or "no rank has decided about its sum yet"
+
+
+def _check_members(space: Namespace, stored: Sequence[StoredSpace]) -> None:
+    """Raise ConfigurationError if a job cannot go on from what was stored with the members that it may have."""
+    if space.views is not None and space.views.backup_workers:
+        raise ConfigurationError(
+            "a job with backup workers cannot go on from a snapshot, nor from what was saved by hand; start it without "
+            "--backup-workers, or with an empty --state-dir"
+        )
+    changing = [one.name for one in stored if "ranks" in one.image]
+    if changing and space.views is None:
+        raise ConfigurationError(
+            f"{changing[0]!r} was stored by a job whose number of workers may change, and in this one it never does; "
+            "start it with KVSTORE_ELASTIC (kvlaunch -n MIN..MAX), too, or with an empty --state-dir"
+        )
+    several = [one.name for one in stored if space.views is not None and len(one.image["declared"]) > 1]
+    if several:
+        raise ConfigurationError(
+            f"{several[0]!r} was stored with several tables, and in a job whose number of workers may change a Trainer "
+            "has one; start it with the fixed number of workers that has stored it, or with an empty --state-dir"
+        )
 
 
 def _read_own(snapshot: StoredSnapshot) -> StoredJob:

@@ -104,16 +104,26 @@ def make_common_image(space: Namespace) -> Image:
         (number, rank): [(at, state) for at, state in states if at < rounds.number(number)]
         for (number, rank), states in space.client_states.items()
     }
+    views = space.views
+    ranks = {} if views is None else {"ranks": list(views.current.ranks) or sorted(views.former)}
     return {
         "space": [
             space.name, space.membership.num_workers, mode.name, mode.staleness, mode.slow_down, mode.by_host
         ],
+        **ranks,
         "declared": [_image_declaration(space, table) for table in tables],
         "optimizer": space.optimizer.sent(),
         "hypers": image_hyper_rows(space, range(len(tables))),
         "clients": [[*key, states] for key, states in sorted(clients.items())],
         "tables": _image_table_columns(space, tables),
     }  # fmt: skip
+
+
+def members_of_image(image: Image) -> Sequence[int]:
+    """Return who took part in the round that was open in what `make_common_image` has returned."""
+    num_workers: int = image["space"][1]
+    members: Sequence[int] = image.get("ranks", range(num_workers))
+    return members
 
 
 def image_client_rows(space: Namespace) -> list[Any]:

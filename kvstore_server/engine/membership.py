@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvstore_server.commands import CommandAnswer
@@ -311,10 +311,14 @@ class Membership:
         self.departed[rank] = reason
         self.failed.add(rank)
 
-    def is_over(self, now: float, dead_after: float) -> bool:
-        """Return whether no member is left, except those that failed and whose successors are not awaited any more."""
-        lost = set(self.lost(now, dead_after))
-        return all(rank in lost and self.members[rank].has_left for rank in self.members)
+    def is_over(self, lost: Collection[int], without_lost: bool = False) -> bool:
+        """Return whether no process is left, except those that failed and whose successors are not awaited any more.
+
+        Args:
+            lost: The ranks that others no longer wait for.
+            without_lost: Those whose processes did not say that they have failed do not count either.
+        """
+        return all(rank in lost and (without_lost or self.members[rank].has_left) for rank in self.members)
 
     def last_heartbeat(self, now: float) -> float:
         """Return when any member was last heard or seen running; `now` without members."""

@@ -445,6 +445,14 @@ class Namespace:
             table.plan.servers[0] == self.config.server for table in self.tables
         )
 
+    def have_members_finished(self, lost: Collection[int] = ()) -> bool:
+        """Return whether all members, except for lost ones, have left because they were done.
+
+        If members may change, these are the present ones.
+        """
+        members = range(self.membership.num_workers) if self.views is None else self.views.current.ranks
+        return bool(members) and self.membership.finished.union(lost).issuperset(members)
+
     def _check_same_delta_codec(self, table: Table, register: m.Register, rank: int) -> None:
         own = None if table.deltas is None else table.deltas.codec
         theirs = _codec_of(register.delta_encoding) if register.delta_encoding else None
@@ -632,7 +640,8 @@ class Namespace:
 
     def describe_wait(self, wait: DelayedRequest) -> str:
         if wait.is_entry:
-            return f"the entry of rank {wait.rank} at the end of {self.open_round(wait.table)}"
+            when = "at the end of" if self.rounds.shared.members else "in"
+            return f"the entry of rank {wait.rank} {when} {self.open_round(wait.table)}"
         return f"{'the end' if wait.is_join else 'a read'} of {self.tables[wait.table].name!r} by rank {wait.rank}"
 
     def undo_last_round(

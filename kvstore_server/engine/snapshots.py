@@ -1,7 +1,7 @@
 """Snapshots of an engine's jobs: they are copied on request, written beside training, and offered after a restart.
 
-A *cut* is the state of a job after all of its tables have ended the same number of rounds. The worker with rank 0 asks
-all servers for one between two of its rounds, as often as they have told it to; no round ends without that worker, so
+A *cut* is the state of a job after all of its tables have ended the same number of rounds. The member with the lowest
+rank asks all servers for one between two of its rounds, as often as they have told it to; no round ends without it, so
 they all copy the state after the same round. For the same reason any worker can have the job saved by hand.
 
 What training waits for is one copy in memory. A thread writes it; while it does, no other cut is taken. If it fails,
@@ -108,7 +108,7 @@ class Snapshots:
     # ---------------------------------------------------------------- taking them
 
     def cut(self, name: SnapshotName, spaces: Sequence[Namespace], kept: Collection[int]) -> str:
-        """Take a cut, and begin to write it; return what has come of the request, see `CutAnswer` of the workers.
+        """Take a cut, and begin to write it; return what has come of the request, see `read_answer` of the workers.
 
         Args:
             name: With the round after which all tables are, if it is taken at all.
@@ -342,6 +342,7 @@ class Snapshots:
     def end(self, job: str) -> None:
         """Return the memory for copies, if no other job needs it; this one has ended here, or goes back."""
         self._jobs.discard(job)
+        self.settle()
         self._release_if_unused()
 
     @property
@@ -404,16 +405,17 @@ def _why_snapshot_is_useless(spaces: Sequence[Namespace]) -> str | None:
         members, tables = space.membership, space.tables
         if not space.mode.is_sync:
             return f"{space.name!r} is asynchronous, so a round is not a state of all ranks"
-        if space.views is not None:
-            return f"the members of {space.name!r} may change, and a snapshot is for those that it was taken with"
-        if len(members.resumable) < members.num_workers:
+        if space.views is not None and space.views.backup_workers:
+            return "a round may end without some of its workers, so none of them can ask for a snapshot between two"
+        ranks = range(members.num_workers) if space.views is None else space.views.current.ranks
+        if not members.resumable.issuperset(ranks):
             return "not all of its workers have called Trainer.resume(), so they could not go on from them"
         if any(table.deltas is not None for table in tables):
             return (
                 "its weights are compressed on their way to workers, and what workers have is not in a snapshot; leave "
                 "'pull' out of compression_params"
             )
-        if space.rounds.left:
+        if space.views is None and space.rounds.left:
             return f"its ranks {sorted(space.rounds.left)} have left"
         if (broken := next((one for one in tables if one.conflict is not None), None)) is not None:
             return f"table {broken.name!r} cannot be used any more: {broken.conflict}"

@@ -16,6 +16,10 @@ round there, the coordinator *closes* it: it makes a view of this round alone, o
 applies it. Their commits count as they are, on other servers, too, once a worker has told these the view. After the
 round all ranks are members again.
 
+After the job has gone back to a snapshot there are no members at first (`go_back`), and all ranks join. Those that have
+come begin together with the open round, as soon as all that were members then are among them, or nobody waits for the
+others any more.
+
 View numbers only grow. A server that meets a higher number adopts that view and forgets commits under lower ones; it
 refuses commits under lower numbers than its own. Therefore two servers can apply a round with different members only
 if a rank is lost between its commits to them; the commits under the new view then find the round over, and it fails
@@ -61,6 +65,7 @@ class Views:
         late: Members that the open round leaves out. They are members of the next one.
         left_out: Rank → how many rounds have ended without it.
         joining: Ranks that wait to become members.
+        former: After the job has gone back: who was a member of the open round then, until there is a view again.
         leaving: Members that will not commit any further round; not on the coordinator, only the open one.
         lost: Those of them, or of former members, whose processes have to be fenced.
     """
@@ -83,6 +88,7 @@ class Views:
         self.late: set[int] = set()
         self.left_out: dict[int, int] = {}
         self.joining: set[int] = set()
+        self.former: set[int] = set()
         self.leaving: set[int] = set()
         self.lost: set[int] = set()
 
@@ -100,6 +106,30 @@ class Views:
     def members(self) -> set[int]:
         """The ranks of the open round, and those that it leaves out."""
         return self.late.union(self.current.ranks)
+
+    def go_back(self, former: Collection[int]) -> None:
+        """Begin without members, after the job has gone back to a round with these ones."""
+        self.former = {rank for rank in former if rank < self.capacity}
+        self.current, self.ended = MemberView(0, ()), MemberView(0, tuple(sorted(former)))
+
+    def absent(self) -> list[int]:
+        """After the job has gone back: the ranks without which it does not begin yet; empty if it can."""
+        absent = self.former - self.joining
+        if len(self.joining) < self.min_workers:
+            absent = absent or set(range(self.capacity)) - self.joining
+        return sorted(absent)
+
+    def begin(self, round_: int) -> list[int]:
+        """On the coordinator, after the job has gone back: let the ranks that have come be the members of a round.
+
+        Returns the former members that are not among them.
+        """
+        gone = sorted(self.former - self.joining)
+        self.since = dict.fromkeys(self.joining, round_)
+        self._replace(self.joining)
+        self.joining.clear()
+        self.former.clear()
+        return gone
 
     def may_leave(self) -> bool:
         """Return whether enough ranks would be left if one more left."""
@@ -156,7 +186,8 @@ class Views:
     def is_complete(self, round_: int, num_committed: int) -> bool:
         """Return whether a round is complete that this many ranks have committed."""
         view = self.current
-        return not view.num_backup and view.closes in (-1, round_) and num_committed == len(view.ranks)
+        has_all = bool(view.ranks) and num_committed == len(view.ranks)
+        return has_all and not view.num_backup and view.closes in (-1, round_)
 
     def keep_returned(self, rank: int) -> None:
         """Keep a lost rank as a member, because its next process has connected in time."""
@@ -190,8 +221,10 @@ class Views:
             self.count_late(view.ranks)
             self.current = view
             return []
-        gone = sorted(set(self.current.ranks).difference(view.ranks)) if view.closes < 0 else []
+        before = self.former.union(self.current.ranks)
+        gone = sorted(before.difference(view.ranks)) if view.closes < 0 else []
         self.current = view
+        self.former.clear()
         self.leaving.clear()
         return gone
 
@@ -229,12 +262,14 @@ class Views:
         }
 
     def export(self) -> list[Any]:
-        return [list(self.current), list(self.ended), self.since, sorted(self.late), self.left_out]
+        views = list(self.current), list(self.ended)
+        return [*views, self.since, sorted(self.late), self.left_out, sorted(self.former)]
 
     def restore(self, values: Sequence[Any]) -> None:
-        current, ended, since, late, left_out = values
+        current, ended, since, late, left_out, former = values
         self.current, self.ended = _restore_view(current), _restore_view(ended)
         self.since, self.late, self.left_out = dict(since), set(late), dict(left_out)
+        self.former = set(former)
 
     def _num_backup(self, num_ranks: int) -> int:
         """Return how many of so many ranks the rounds after the first one leave out."""

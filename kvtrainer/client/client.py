@@ -297,18 +297,18 @@ class Client:
         return [dict(reply.values) for reply in replies if isinstance(reply, m.Status)]
 
     def schedule_snapshots(self, schedule: SnapshotSchedule | None) -> SnapshotSchedule | None:
-        """Ask for snapshots before rounds of this client, if servers take some and no other rank asks for them.
+        """Ask for snapshots before rounds of this client, if servers take some and this rank may have to.
 
         Args:
             schedule: That of other clients of this worker.
 
-        Returns what `schedule` is for the next client; None if there are no snapshots, or another rank asks.
+        Returns what `schedule` is for the next client; None if there are no snapshots, or always another rank asks.
         """
         session = self._session
-        if self.options.rank == 0 and self.options.mode.is_sync and session.snapshot_period:
+        may_have_to = self.options.rank == 0 or self.options.is_elastic
+        if may_have_to and self.options.mode.is_sync and session.snapshot_period:
             if schedule is None:
                 schedule = SnapshotSchedule(session.snapshot_period, session.clock)
-            schedule.set_common(session.common_snapshots)
             self.rounds.snapshots = schedule
         return schedule
 

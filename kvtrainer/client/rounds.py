@@ -78,7 +78,7 @@ class Rounds:
         """Table (index) → its eager pushes."""
         self._prefetch = Prefetch()
         self.snapshots: SnapshotSchedule | None = None
-        """When servers are asked for snapshots; None: another worker asks for them, or there are none."""
+        """When servers are asked for snapshots; None: always another worker asks for them, or there are none."""
         self._layouts: dict[tuple[int, ...], list[ContributionLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
         self._captured: dict[tuple[int, ...], CapturedRound] = {}
@@ -255,7 +255,11 @@ class Rounds:
     def _take_snapshot_if_due(self, schedule: SnapshotSchedule, tables: Sequence[RemoteTable]) -> None:
         """Let servers take a snapshot if one is due, before anything of the next round of some tables is sent."""
         session, number = self._session, max([table.round for table in tables], default=0)
+        if tables and (view := tables[0].view) is not None and view.ranks[0] != session.options.rank:
+            return  # the lowest rank of the round asks
         if schedule.is_due(session.options.namespace, number):
+            schedule.set_common(session.common_snapshots())
+        if schedule.is_due(session.options.namespace, number):  # perhaps another worker has asked
             answers = session.take_snapshot(number, schedule.kept)
             schedule.record(session.options.namespace, number, answers)
 

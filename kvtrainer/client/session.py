@@ -55,8 +55,8 @@ from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payl
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.channel import Channel
 from kvtrainer.client.absences import SETTLE_TIME, Absences
-from kvtrainer.client.snapshot_schedule import CutAnswer, read_answer
-from kvtrainer.client.snapshots import choose_cut, common_rounds, read_offer
+from kvtrainer.client.snapshot_schedule import read_answer
+from kvtrainer.client.snapshots import SnapshotOffer, choose_cut, common_rounds, read_offer
 
 _log = logging.getLogger(__name__)
 
@@ -301,8 +301,6 @@ class Session:
         """The round to which the job has gone back by a snapshot, since its servers have started; 0: it has not."""
         self.snapshot_period = SnapshotPeriod()
         """How often snapshots are taken, as the servers say."""
-        self.common_snapshots: Sequence[int] = ()
-        """The rounds of those that all servers had when this worker connected."""
         self.spread_from = 0
         """Bytes. A Trainer's table of at least this size is spread over all servers; a smaller one lies on one of them.
         Each server says a value when its session opens, and the smallest counts."""
@@ -405,11 +403,8 @@ class Session:
 
     def _agree_on_snapshot(self) -> None:
         """Let the job go back to the latest snapshot that all servers have, if one of them has lost its state."""
-        asked = [(server, m.Snapshot("list")) for server in range(self.num_servers)]
-        found = self.call_all(asked, self.options.connect_timeout)
-        offers = [read_offer(one) for one in found]
+        offers = self._ask_for_offers(self.options.connect_timeout)
         self.restored_round = max(one.restored for one in offers)
-        self.common_snapshots = common_rounds(offers)
         self.snapshot_period = min(one.period for one in offers)
         without = [server for server, one in enumerate(offers) if not one.period]
         if without and len(without) < len(offers):
@@ -428,10 +423,18 @@ class Session:
         cut, generation, tag, save = chosen
         self.go_back(cut.round, generation, cut.holders, tag, save)
 
-    def take_snapshot(self, round_: int, kept: Sequence[int]) -> dict[int, CutAnswer]:
+    def _ask_for_offers(self, timeout: float | None = None) -> list[SnapshotOffer]:
+        asked = [(server, m.Snapshot("list")) for server in range(self.num_servers)]
+        return [read_offer(one) for one in self.call_all(asked, timeout)]
+
+    def common_snapshots(self) -> list[int]:
+        """Ask the servers for the rounds of the snapshots that all of them have; blocks."""
+        return common_rounds(self._ask_for_offers())
+
+    def take_snapshot(self, round_: int, kept: Sequence[int]) -> dict[int, str]:
         """Let all servers take a snapshot of their present state, after a round; blocks until they have copied it.
 
-        Returns their answers, by server.
+        Returns their answers, by server, see `read_answer`.
 
         Args:
             kept: The rounds of those that they keep.

@@ -1,18 +1,18 @@
-"""When the servers of a job take snapshots: the worker with rank 0 asks for them, between two of its rounds.
+"""When the servers of a job take snapshots: the member with the lowest rank asks for them, between two of its rounds.
 
 No round ends without that worker. So what all servers hold at that moment is the state after the same round, whatever
-else has arrived from other workers, and a period in seconds needs one clock only.
+else has arrived from other workers, and a period in seconds needs one clock only. Where members may change, it may be
+another worker the next time.
 
-A server keeps the snapshots that the request names, and removes the others: those that all servers have, and the last
-one that all have begun to write. So there is always one that all have, although one server may write more slowly than
-the others, or fail to.
+A server keeps the snapshots that the request names, and removes the others: those that all servers have, of which the
+worker asks them just before, and the last one that all have begun to write. So there is always one that all have,
+although one server may write more slowly than the others, or fail to.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from kvstore_server.engine.snapshots import SnapshotPeriod
 from kvstore_server.errors import ProtocolError
@@ -21,26 +21,16 @@ from kvstore_server.protocol import messages as m
 _log = logging.getLogger(__name__)
 
 
-class CutAnswer(NamedTuple):
-    """What a server answers to the request for a snapshot.
+def read_answer(answer: m.ReplyBody) -> str:
+    """Return what a server has answered to the request for a snapshot. Raises ProtocolError if it cannot be that.
 
-    Args:
-        state: "none": it has no tables of the job. "taken". "busy": it still writes the one before. "uneven": not all
-            tables of the job have ended as many rounds. "useless": nobody could go on from it; its log says why.
-        rounds: The snapshots that it has written.
+    "none": it has no tables of the job. "taken". "busy": it still writes the one before. "uneven": not all tables of
+    the job have ended as many rounds. "useless": nobody could go on from it; its log says why. "failed": there was no
+    memory for it.
     """
-
-    state: str
-    rounds: frozenset[int]
-
-
-def read_answer(answer: m.ReplyBody) -> CutAnswer:
-    """Return what a server has answered. Raises ProtocolError if it cannot be that."""
-    try:
-        if isinstance(answer, m.Status):
-            return CutAnswer(str(answer.values["state"]), frozenset(map(int, answer.values["rounds"])))
-    except (LookupError, TypeError, ValueError):
-        pass
+    state = answer.values.get("state") if isinstance(answer, m.Status) else None
+    if isinstance(state, str):
+        return state
     raise ProtocolError(f"a server is asked for a snapshot, and answers {answer!r:.200}")
 
 
@@ -67,16 +57,19 @@ class SnapshotSchedule:
         """The round of the last one that all servers have begun to write; it may not be complete on all."""
 
     def set_common(self, rounds: Sequence[int]) -> None:
-        """Set the rounds of the snapshots that all servers have, when another client has asked them."""
+        """Set the rounds of the snapshots that all servers have now."""
         self._common = sorted(rounds)
 
     def is_due(self, namespace: str, number: int) -> bool:
-        """Return whether a client is to ask for one before it begins a round."""
-        if not number or number == self._asked or self._tried.get(namespace) == number:
-            return False
+        """Return whether a client is to ask for one before it begins a round, as far as this worker knows.
+
+        Before other rounds than multiples of the period it is due if the worker that was to ask before one has left.
+        """
+        last = max(self._asked, self._tried.get(namespace, 0))
         if self._period.seconds:
-            return self._clock() >= self._next_at
-        return number % self._period.rounds == 0
+            return number > last and self._clock() >= self._next_at
+        period = self._period.rounds
+        return number // period > max(last, *self._common[-1:], 0) // period
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -91,22 +84,21 @@ class SnapshotSchedule:
     def _is_newer_snapshot_begun(self) -> bool:
         return not self._common or self._begun > self._common[-1]
 
-    def record(self, namespace: str, number: int, answers: Mapping[int, CutAnswer]) -> None:
+    def record(self, namespace: str, number: int, answers: Mapping[int, str]) -> None:
         """Record what servers have answered to a request before a round.
 
         Args:
-            answers: By server.
+            answers: By server, as `read_answer` returns them.
         """
         self._tried[namespace] = number
-        holders = {server: one for server, one in answers.items() if one.state != "none"}
-        states = {one.state for one in holders.values()}
+        holders = {server: state for server, state in answers.items() if state != "none"}
+        states = set(holders.values())
         if not holders or "uneven" in states:
             return  # another Trainer of this worker may come to the same round
         self._asked, self._next_at = number, self._clock() + self._period.seconds
-        self._common = sorted(frozenset.intersection(*(one.rounds for one in holders.values())))
         if states == {"taken"}:
             self._begun = number
-        elif busy := [server for server, one in holders.items() if one.state == "busy"]:
+        elif busy := [server for server, state in holders.items() if state == "busy"]:
             _log.warning(
                 "no snapshot after round %d: servers %s are still writing the one before; let them be rarer "
                 "(--snapshot-every), or the disk faster",

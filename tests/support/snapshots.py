@@ -92,7 +92,8 @@ _processes = itertools.count(1)
 class SnapshotJob:
     """One worker with one table, whose gradients are a function of the round.
 
-    With `tag`, it loads what was saved under it before it begins. `number`: which Trainer of the worker it is.
+    With `tag`, it loads what was saved under it before it begins. `number`: which Trainer of the worker it is. `most`:
+    0, or as many workers as there may be in a job whose members change.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class SnapshotJob:
         resumes: bool = True,
         tag: str | None = None,
         number: int = 1,
+        most: int = 0,
     ) -> None:
         engines = servers.engines if isinstance(servers, SnapshotServers) else servers
         self.plan, self._rows = plan, rows or {}
@@ -111,7 +113,15 @@ class SnapshotJob:
         self._store, self.client = (
             Client(
                 LoopbackTransport(list(engines), time.monotonic),
-                SessionOptions(namespace, 0, 1, address=f"host:{next(_processes)}", resumes=resumes),
+                SessionOptions(
+                    namespace,
+                    0,
+                    most or 1,
+                    address=f"host:{next(_processes)}",
+                    resumes=resumes,
+                    initial_workers=min(most, 1),
+                    min_workers=min(most, 1),
+                ),
                 time.monotonic,
             )
             for namespace in ("job", f"job/trainer{number}")

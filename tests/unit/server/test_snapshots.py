@@ -83,6 +83,30 @@ def test_a_job_goes_on_from_its_snapshot_with_the_bits_of_an_undisturbed_run(
     assert state == undisturbed.state()
 
 
+@pytest.mark.parametrize("most", [0, 3], ids=["fixed", "elastic"])
+def test_a_job_whose_members_change_goes_on_from_a_snapshot_of_either_kind_of_job(
+    most: int, servers: Make
+) -> None:
+    there = servers()
+    SnapshotJob(there, DENSE, adam(), most=most).train(11)
+    assert there.rounds(0) == there.rounds(1) == [4, 8]
+    there.lose()
+    job = SnapshotJob(there, DENSE, adam(), most=2)
+    assert job.round == 8
+    expected = SnapshotJob(plain_engines(2), DENSE, adam()).train(11)
+    assert all(torch.equal(expected[name], one) for name, one in job.train(11).items())
+
+
+def test_members_are_not_taken_over_by_a_job_whose_number_of_workers_is_fixed(servers: Make) -> None:
+    there = servers()
+    SnapshotJob(there, DENSE, adam(), most=3).train(6)
+    there.lose()
+    with pytest.raises(ConfigurationError, match="KVSTORE_ELASTIC"):
+        SnapshotJob(there, DENSE, adam())
+    there.lose()
+    assert SnapshotJob(there, DENSE, adam(), most=3).round == 4
+
+
 def test_a_server_that_has_lost_nothing_goes_back_with_one_that_has(servers: Make) -> None:
     there = servers()
     former = SnapshotJob(there, DENSE, adam())

@@ -82,6 +82,36 @@ def test_what_is_stored_comes_back() -> None:
     views.end_round(2, True)
     again.restore(views.export())
     assert (again.current, again.ended, again.since) == (views.current, views.ended, views.since)
+    views.go_back((1, 4))
+    again.restore(views.export())
+    assert (again.current, again.absent()) == (View(0, ()), [1, 4])
+
+
+def test_a_job_that_has_gone_back_awaits_those_that_were_members_and_begins_with_all_that_have_come() -> None:
+    views = views_of(min_workers=2)
+    views.go_back((1, 3, 9))  # there is no rank 9 any more
+    assert not views.is_complete(6, 0)
+    for rank, absent in ((5, [1, 3]), (3, [1]), (1, [])):
+        views.joining.add(rank)
+        assert views.absent() == absent
+    assert views.begin(6) == []
+    assert (views.current, views.since) == (View(1, (1, 3, 5)), {1: 6, 3: 6, 5: 6})
+
+
+def test_it_awaits_any_ranks_if_all_that_were_members_are_too_few() -> None:
+    views = views_of(min_workers=3)
+    views.go_back((1, 2))
+    views.joining |= {1, 2}
+    assert views.absent() == [0, 3, 4, 5, 6, 7]
+
+
+def test_ranks_that_do_not_come_back_are_gone_on_all_servers() -> None:
+    views, other = views_of(), views_of()
+    for one in (views, other):
+        one.go_back((1, 2, 3))
+    views.joining |= {0, 2}
+    gone = views.begin(6)
+    assert gone == other.adopt(views.current) == [1, 3]
 
 
 @pytest.mark.parametrize(("capacity", "initial_workers", "min_workers"), [(4, 2, 3), (2, 3, 1), (3, 2, 0)])
