@@ -120,11 +120,6 @@ class Client:
             ConfigurationError: a table is registered, or the servers hold it from an earlier run.
             ServerUnreachableError: a server did not answer.
         """
-        if self.options.is_elastic and not resumes:
-            raise ConfigurationError(
-                "the number of workers of this job may change (KVSTORE_ELASTIC), so each worker has to call "
-                "Trainer.resume() before its first step; push and pull of single keys are not possible"
-            )
         least = self._session.spread_from if allow_single_server else 0
         declared = {name: self._declare(name, specs, whole_keys, least) for name, specs in tables.items()}
         for table in declared.values():
@@ -265,10 +260,19 @@ class Client:
         body = m.SliceState(number, slice_.index, *pack_states(state), state.history)
         self._session.call(slice_.server, body)
 
+    def check_fixed(self, what: str, instead: str) -> None:
+        """Raise ConfigurationError for what is not possible if the number of workers may change."""
+        if self.options.is_elastic:
+            raise ConfigurationError(
+                f"{what} not possible in a job whose number of workers may change (KVSTORE_ELASTIC); {instead}, or "
+                "start the job with a fixed number of workers"
+            )
+
     def barrier(self) -> None:
         """Block until every worker of the namespace has reached the same barrier.
 
         Raises:
+            ConfigurationError: the number of workers may change.
             DeadlineError: some did not in time; names them.
             WorkerLostError: one of them is gone.
         """
@@ -279,6 +283,10 @@ class Client:
 
         All bytes together must fit into one message, of `MAX_PAYLOAD`. Blocks, and raises, as `barrier`.
         """
+        self.check_fixed(
+            "barriers, and what needs them, such as a Strategy or saved states by all workers together, are",
+            "a step waits for all of its members, so do before a step what the others need after it",
+        )
         self.wait_pending()
         failpoint("worker.barrier.begin")
         timeout = self.options.timeout + self.options.dead_after

@@ -288,6 +288,7 @@ class KVStoreVerbs(KVStoreBase):
         same optimizer again keeps its state. Blocks; an optimizer that needs whole keys also waits until every worker
         has called this, because keys that are sharded over servers are moved to one server each.
         """
+        self._check_fixed()
         self._optimizer = create_optimizer(optimizer)
         self._send_optimizer(self._optimizer)
         if not self._optimizer.elementwise:
@@ -780,6 +781,7 @@ class KVStoreVerbs(KVStoreBase):
 
     def _create(self, keys: Sequence[Key], values: Values, outs: Values) -> None:
         """Register keys and set them to rank 0's values; `outs` may be empty. Raises as `init`."""
+        self._check_fixed()
         specs: list[TensorSpec] = []
         seen: set[str] = set()
         integers = INTEGERS if self._engine is not None else ()
@@ -826,6 +828,7 @@ class KVStoreVerbs(KVStoreBase):
     # ---------------------------------------------------------------- keys that are refused
 
     def _refuse(self, unknown: Key, keys: Sequence[Key]) -> NoReturn:
+        self._check_fixed()
         check_value_keys(keys)
         self._check_type(unknown)
         raise KeyNotFoundError(f"key {unknown!r} has not been initialised; call init or broadcast first")
@@ -866,6 +869,12 @@ class KVStoreVerbs(KVStoreBase):
         if spec != self._sent_spec:
             self._client.set_optimizer(spec)
             self._sent_spec = spec
+
+    def _check_fixed(self) -> None:
+        """Raise ConfigurationError if the number of workers may change: one that joins could not take keys over."""
+        self._connected.check_fixed(
+            "keys of init, push and pull are", "give the tensors to a Trainer, and call resume()"
+        )
 
     def _relayout_whole(self) -> None:
         """Move keys that are sharded over servers to one server each. They keep their values and residuals."""

@@ -777,6 +777,15 @@ class Binding:
                 self._host = open_host_sum(self._client)
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
+            if self._num_opened > 1:
+                self._client.check_fixed(
+                    "parameters that are added while training are", "add them before resume()"
+                )
+            if self._client.options.is_elastic and not resumes:
+                raise ConfigurationError(
+                    "the number of workers of this job may change (KVSTORE_ELASTIC), so each worker has to call "
+                    "Trainer.resume() before its first step"
+                )
             codec, pull_codec = self.selection.codec, self.selection.pull_codec
             if codec is not None and self._client.options.is_elastic:
                 raise ConfigurationError(

@@ -17,6 +17,7 @@ import kvtrainer
 from kvstore_server.protocol import messages as m
 from kvtrainer.client import round as round_module
 from kvtrainer.client.connection import Connection
+from kvtrainer.client.session import Session
 from kvtrainer.common.env import TRANSPORT
 from kvtrainer.errors import ConfigurationError, FencedError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
@@ -261,13 +262,51 @@ def test_a_worker_that_was_paused_for_too_long_is_fenced(two_servers: list[str],
     assert FencedError.__name__ in output.read_text()
 
 
+def test_barriers_and_keys_of_a_store_are_refused_before_anything_is_sent(
+    two_servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, sent, value = open_store(two_servers, 0, new_name(), num_workers=1), list[Any](), torch.zeros(3)
+    trainer = kvtrainer.Trainer([torch.nn.Parameter(torch.zeros(2))], "sgd", kvstore=store)
+    trainer.resume()
+    calls: list[Callable[[], object]] = [
+        store.barrier,
+        lambda: store.init("k", value),
+        lambda: store.init(["k", "l"], [value, value]),
+        lambda: store.broadcast("k", value, value),
+        lambda: store.push("k", value),
+        lambda: store.pull("k", value),
+        lambda: store.set_optimizer("sgd"),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "send", lambda *of_request: sent.append(of_request))
+        for call in calls:
+            with pytest.raises(ConfigurationError, match="KVSTORE_ELASTIC"):
+                call()
+    assert not sent
+    trainer.step(1, ignore_stale_grad=True)
+    trainer.close()
+    store.close()
+
+
+def test_a_trainer_that_does_not_resume_or_adds_parameters_is_refused(two_servers: list[str]) -> None:
+    store = open_store(two_servers, 0, new_name(), num_workers=1)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    trainer = kvtrainer.Trainer([parameter], "sgd", kvstore=store)
+    with pytest.raises(ConfigurationError, match="resume"):
+        trainer.step(1, ignore_stale_grad=True)
+    trainer.close()
+    trainer = kvtrainer.Trainer([parameter], "sgd", kvstore=store)
+    trainer.resume()
+    trainer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ConfigurationError, match="added"):
+        trainer.step(1, ignore_stale_grad=True)
+    trainer.close()
+    store.close()
+
+
 def test_what_is_not_possible_is_refused(two_servers: list[str]) -> None:
     name = new_name()
     store = open_store(two_servers, 0, name, num_workers=1)
-    with pytest.raises(ConfigurationError, match="resume"):
-        store.init("k", torch.zeros(3))
-    with pytest.raises(ConfigurationError, match="barrier"):
-        store.barrier()
     trainer = kvtrainer.Trainer([torch.nn.Parameter(torch.zeros(2))], "sgd", kvstore=store)
     trainer.resume()
     with pytest.raises(ConfigurationError, match="at least 1"):
