@@ -11,13 +11,17 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvstore_server.engine import engine as engine_module
-from kvstore_server.engine.engine import Engine
+from kvstore_server.engine import pipelined
+from kvstore_server.engine.cut import CutBuffer, StoredSpace, _read_cut_space, make_cut, tensors_of_cuts
+from kvstore_server.engine.engine import Engine, Sender
 from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.rounds import Waiter
 from kvstore_server.engine.table import Table
 from kvstore_server.engine.views import MemberView, Views
 from kvstore_server.errors import RepeatedRoundError
@@ -334,9 +338,14 @@ class Simulation:
         worker = Worker(rank, self.lives[rank], last, backup=self.backup)
         self.workers[worker.peer] = worker
 
+    @property
+    def first(self) -> Worker:
+        """The worker that stays to the end."""
+        return self.workers[b"0.1"]
+
     def run(self) -> None:
         for _ in range(4000):
-            if self.workers[b"0.1"].ended or self.workers[b"0.1"].round > ROUNDS:
+            if self.first.ended or self.first.round > ROUNDS:
                 break
             self.turn()
         self.check()
@@ -354,7 +363,7 @@ class Simulation:
                 self.begin(rng.choice(sorted(free)))
         mortal = [one for one in living if one.rank]
         # The first values cannot be taken back, so nobody dies before they are everywhere.
-        if mortal and self.workers[b"0.1"].round and rng.random() < self.dies:
+        if mortal and self.first.round and rng.random() < self.dies:
             self.die(rng.choice(mortal))
         # 2. A server is killed and starts again; what was on its way to it and from it is lost.
         if rng.random() < self.restarts and self.now < CALM:
@@ -474,20 +483,77 @@ class Simulation:
 
     def check(self) -> None:
         """Rounds that a worker has completed have the same members on all servers."""
-        first = self.workers[b"0.1"]
+        first = self.first
         self.missed = sum([worker.missed for worker in self.workers.values()])
         for worker in self.workers.values():
             for round_ in worker.completed:
                 sums = [totals.get(round_) for totals in self.totals]
                 assert len(set(sums)) == 1, (worker, round_, sums)
         if not self.dies:
-            failed = [one.ended for one in self.workers.values() if one.ended not in ("", "left")]
+            failed = [one.ended for one in self.workers.values() if one.ended not in ("", "left", "lost")]
             assert all(text.startswith(("FencedError", "ConfigurationError")) for text in failed), failed
         # A round after which a rank has joined, or a server was killed, cannot be taken back.
         views = self.engines[0].namespaces["j"].views
         is_final = bool(self.restarts) or (views is not None and first.round + 1 in views.since.values())
         is_final = is_final and not (self.backup and not self.restarts)
         assert first.round > ROUNDS or (is_final and first.ended.startswith("WorkerLostError")), first
+
+
+class LosingSimulation(Simulation):
+    """Everything is lost once, and the job goes back to the newest snapshot with the workers that come then.
+
+    The lowest rank of a round asks for a snapshot as it begins the round. That reaches both servers before they get
+    anything of the round from it, so they must be after the same round.
+    """
+
+    def __init__(self, seed: int, loses: float, dies: float, restarts: float, backup: int = 0) -> None:
+        super().__init__(seed, loses, dies, restarts, backup)
+        self.cuts: list[StoredSpace] = []
+        """The newest snapshot, by server."""
+        self.loses_after = self.rng.randrange(1, ROUNDS)
+        self.back_to = 0
+        """The round to which it has gone back; 0: not yet."""
+
+    @property
+    def first(self) -> Worker:
+        return self.workers[b"0.%d" % self.lives[0]]
+
+    def deliver(self, server: int, peer: bytes, message: m.Request | m.Reply) -> None:
+        worker = self.workers[peer]
+        before = len(worker.completed)
+        super().deliver(server, peer, message)
+        view = worker.view
+        if len(worker.completed) > before and view is not None and worker.rank == view.ranks[0]:
+            assert [self.round_of(at) for at in range(SERVERS)] == [worker.round] * SERVERS
+            self.cuts = [self.cut(engine) for engine in self.engines]
+
+    def cut(self, engine: Engine) -> StoredSpace:
+        space = engine.namespaces["j"]
+        pipelined.roll_back_for_read(space, 0, [0])
+        [found] = make_cut([space], CutBuffer())
+        return _read_cut_space(0, tensors_of_cuts([found]))
+
+    def turn(self) -> None:
+        super().turn()
+        is_due = bool(self.cuts) and self.first.round >= self.loses_after and not self.back_to
+        if is_due and self.rng.random() < 0.05:
+            self.lose_everything()
+
+    def lose_everything(self) -> None:
+        for worker in self.workers.values():
+            worker.ended = worker.ended or "lost"
+        self.flying.clear()
+        for store in self.stores:
+            store.close()
+        self.stores = [HeldDescriptors() for _ in range(SERVERS)]
+        self.engines = [self.engine(server) for server in range(SERVERS)]
+        asks = SimpleNamespace(views=Views(CAPACITY, INITIAL, LEAST))
+        for engine, stored in zip(self.engines, self.cuts, strict=True):
+            engine._restore_space("j", stored, Sender(asks, 0, Waiter(b"", 0), 0, self.now))  # type: ignore[arg-type]
+        self.back_to = self.round_of(0)
+        for rank in range(CAPACITY):
+            if not rank or self.rng.random() < 0.5:
+                self.begin(rank)
 
 
 MISHAPS = [(0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.1, 0.01, 0.0), (0.1, 0.01, 0.02)]
@@ -527,6 +593,36 @@ def test_rounds_end_on_all_servers_although_those_that_count_have_died(seed: int
     run(range(seed, seed + 1), 0.1, 0.01, 0.0, backup)
 
 
+def run_losing(seeds: range, loses: float, dies: float, restarts: float) -> int:
+    """Run some schedules in which everything is lost; returns how many jobs went back."""
+    went_back = 0
+    for seed in seeds:
+        try:
+            with tiny_slices():
+                simulation = LosingSimulation(seed, loses, dies, restarts)
+                simulation.run()
+            went_back += simulation.back_to > 0
+        except BaseException as error:
+            raise AssertionError(f"LosingSimulation({seed}, {loses}, {dies}, {restarts})") from error
+    return went_back
+
+
+@pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
+def test_servers_agree_on_the_members_after_a_job_has_gone_back(
+    loses: float, dies: float, restarts: float
+) -> None:
+    assert run_losing(range(6), loses, dies, restarts) > 2
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("first", range(6, 306, 20))
+@pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
+def test_servers_agree_on_the_members_after_many_jobs_have_gone_back(
+    first: int, loses: float, dies: float, restarts: float
+) -> None:
+    run_losing(range(first, first + 20), loses, dies, restarts)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("backup", [1, 2])
 @pytest.mark.parametrize("first", range(6, 306, 20))
@@ -560,6 +656,14 @@ def test_the_simulation_notices_if_a_partial_commit_is_not_taken_back(
     monkeypatch.setattr(Table, "undo", lambda *_: True)
     with pytest.raises(AssertionError, match="Simulation"):
         run(range(40), 0.1, 0.03, 0.0)
+
+
+def test_the_simulation_notices_if_a_round_without_members_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Views, "is_complete", lambda self, _, committed: committed == len(self.current.ranks))
+    with pytest.raises(AssertionError, match="LosingSimulation"):
+        run_losing(range(12), 0.0, 0.0, 0.0)
 
 
 def test_the_simulation_notices_if_a_restarted_server_does_not_know_the_members(
