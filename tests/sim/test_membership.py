@@ -550,6 +550,7 @@ class LosingSimulation(Simulation):
         asks = SimpleNamespace(views=Views(CAPACITY, INITIAL, LEAST))
         for engine, stored in zip(self.engines, self.cuts, strict=True):
             engine._restore_space("j", stored, Sender(asks, 0, Waiter(b"", 0), 0, self.now))  # type: ignore[arg-type]
+            engine.tick(self.now)  # logs it, as at the end of the request
         self.back_to = self.round_of(0)
         for rank in range(CAPACITY):
             if not rank or self.rng.random() < 0.5:
