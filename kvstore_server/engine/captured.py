@@ -1,7 +1,7 @@
 """Rounds whose messages repeat, on a server: what follows from their shape is kept.
 
 In most rounds each rank sends one message, whose bytes are those of its last one but for the gradients and a few
-numbers. A `CapturedRound` has a template of the message of each rank. One that fits is neither decoded nor recorded: it
+numbers. A `CapturedBatch` has a template of the message of each rank. One that fits is neither decoded nor recorded: it
 is kept unread until those of all ranks are here. Then the sum is applied, and the tables go to the next round.
 
 Invariants:
@@ -181,7 +181,7 @@ class CapturedMessage:
         return Waiter(self.peer, number), body
 
 
-class CapturedRound:
+class CapturedBatch:
     """A synchronous round of some tables with plain gradients of all ranks, updated by one call."""
 
     def __init__(
@@ -256,13 +256,13 @@ class Captures:
     """The captured rounds of all namespaces, and the messages from which more can be made."""
 
     def __init__(self) -> None:
-        self.unread: list[CapturedRound] = []
+        self.unread: list[CapturedBatch] = []
         """Those that have messages which nobody has read."""
-        self._found: dict[Key, tuple[CapturedRound, CapturedMessage]] = {}
+        self._found: dict[Key, tuple[CapturedBatch, CapturedMessage]] = {}
         self._noted: dict[tuple[str, bytes], dict[int, Noted]] = {}
         """(namespace, its tables) → by rank, the last message about these."""
 
-    def find(self, peer: bytes, frames: Sequence[Frame]) -> tuple[CapturedRound, CapturedMessage] | None:
+    def find(self, peer: bytes, frames: Sequence[Frame]) -> tuple[CapturedBatch, CapturedMessage] | None:
         return self._found.get(key_of(peer, frames))
 
     def note(self, space: Namespace, rank: int, peer: bytes, request: m.Request) -> None:
@@ -287,7 +287,7 @@ class Captures:
             if not np.array_equal(np.sort(body.pushes[:, 0]), batch.all_slots):
                 return  # some slices came in other messages
         messages = [CapturedMessage(rank, noted[rank], space) for rank in ranks]
-        found = CapturedRound(space, batch, optimizer, update, messages)
+        found = CapturedBatch(space, batch, optimizer, update, messages)
         if len(self._found) >= MAX_CAPTURED:
             self._found.clear()
         self._found.update({one.key: (found, one) for one in messages})

@@ -35,7 +35,7 @@ from kvstore_server.debug_log import Peer
 from kvstore_server.durable.snapshot_folder import SnapshotName, StoredSnapshot
 from kvstore_server.durable.spill_folder import SpillFolder
 from kvstore_server.engine import pipelined
-from kvstore_server.engine.captured import BatchUpdate, CapturedRound, Captures
+from kvstore_server.engine.captured import BatchUpdate, CapturedBatch, Captures
 from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
 from kvstore_server.engine.elastic import (
@@ -346,7 +346,7 @@ class Engine:
                 self._durability.commit(self.namespaces, self._sessions, self._finished)
         return out
 
-    def _finish_captured(self, round_: CapturedRound) -> list[m.Outgoing]:
+    def _finish_captured(self, round_: CapturedBatch) -> list[m.Outgoing]:
         """Apply a captured round, and answer all ranks. What it changes is what `_finish` changes."""
         assert self.captures is not None
         space, batch, shared = round_.space, round_.batch, round_.space.rounds.shared
@@ -375,7 +375,7 @@ class Engine:
         shared.advance(batch.numbers, since)
         return _answer_plain(space, batch, waiters)
 
-    def _fail_captured(self, round_: CapturedRound, error: Exception) -> list[m.Outgoing]:
+    def _fail_captured(self, round_: CapturedBatch, error: Exception) -> list[m.Outgoing]:
         """End a captured round whose update has failed, as `_apply_batch` ends one."""
         space, out = round_.space, list[m.Outgoing]()
         _log.exception("the update of %d tables failed", len(round_.batch.tables))

@@ -61,8 +61,8 @@ def _regroup_space(parts: Sequence[StoredSpace], server: int, num_servers: int) 
         return None
     # 2. They get numbers of their own.
     # The first server is the one that had decided about the members.
-    alike = "space", "optimizer", "ranks"
-    image: dict[str, Any] = {name: parts[0].image[name] for name in alike if name in parts[0].image}
+    shared = "space", "optimizer", "ranks"
+    image: dict[str, Any] = {name: parts[0].image[name] for name in shared if name in parts[0].image}
     first = [found[0] for _, found in tables]
     image["declared"] = [one.space.image["declared"][one.number] for one in first]
     image["counts"] = [_regrouped_counts(plan, found) for plan, found in tables]
