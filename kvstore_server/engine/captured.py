@@ -9,8 +9,8 @@ Invariants:
 - The result is that of the general path in `Engine`: the same checks have passed for the message from which a template
   was made, and the numbers that may differ are compared with the open round.
 - Nothing sees a message that is unread. Before the engine handles anything else it reads those first (`Engine.handle`,
-  `tick`, `stop`, `abandon`): they take the general path in the order in which they have come. So a round of which some
-  messages fit and others do not is a general one.
+  `tick`, `stop`, `abandon`): they take the general path in the order in which they have come. A round in which only
+  some messages fit is a general one.
 - `is_usable` is the guard of all that a round depends on beside its messages.
 """
 
@@ -161,7 +161,7 @@ class CapturedMessage:
     def client_state(self) -> bytes:
         return b"" if self.extra is None else self.extra.client_state
 
-    def contribution(self, optimizer: Optimizer) -> RankContribution:
+    def contribution(self, optimizer: Optimizer | None) -> RankContribution:
         assert self.frames is not None
         scale = float(self._template.rescale[0])
         payload = self.frames[1]
@@ -173,7 +173,9 @@ class CapturedMessage:
             )
             for first, end, dtype, begin, nbytes in self._runs
         ]
-        return RankContribution(runs, optimizer.rescale_grad if math.isnan(scale) else scale)
+        if math.isnan(scale):
+            scale = 1.0 if optimizer is None else optimizer.rescale_grad
+        return RankContribution(runs, scale)
 
     def decoded(self) -> tuple[Waiter, m.Contribute]:
         assert self.frames is not None
@@ -188,17 +190,15 @@ class CapturedBatch:
         self,
         space: Namespace,
         batch: TableBatch,
-        optimizer: Optimizer,
         update: BatchUpdate,
         messages: Sequence[CapturedMessage],
     ) -> None:
         """`messages` are in the order of ranks, which is that of summation."""
-        self.space, self.batch, self.optimizer = space, batch, optimizer
+        self.space, self.batch = space, batch
         self.update = update
         self.messages = messages
         self.unread: list[CapturedMessage] = []
         """In the order in which they have come."""
-        self.units = [table.unit for table in batch.tables]
         self._options, self._num_tables = space.num_option_changes, len(space.tables)
 
     def take_options(self) -> None:
@@ -221,9 +221,10 @@ class CapturedBatch:
             space.changes.note_hypers(self.batch.number_list)
         packed = [table.hyper.common(shared.members) for table in tables]
         rows = zip(tables, packed, strict=True)
-        hypers = [table.hypers((), self.optimizer, own) for table, own in rows]
+        optimizer = self.update.optimizer
+        hypers = [() if optimizer is None else table.hypers((), optimizer, own) for table, own in rows]
         space.num_option_changes += 1
-        self.update, self._options = BatchUpdate(self.optimizer, hypers, packed), space.num_option_changes
+        self.update, self._options = BatchUpdate(optimizer, hypers, packed), space.num_option_changes
 
     def clear(self) -> None:
         """Forget the messages of the open round."""
@@ -257,7 +258,7 @@ class Captures:
 
     def __init__(self) -> None:
         self.unread: list[CapturedBatch] = []
-        """Those that have messages which nobody has read."""
+        """Those with messages that were not read yet."""
         self._found: dict[Key, tuple[CapturedBatch, CapturedMessage]] = {}
         self._noted: dict[tuple[str, bytes], dict[int, Noted]] = {}
         """(namespace, its tables) → by rank, the last message about these."""
@@ -278,7 +279,7 @@ class Captures:
         """Capture a round that was just applied, if the messages of all ranks were plain."""
         noted = self._noted.pop((space.name, batch.numbers.tobytes()), {})
         ranks, optimizer = space.rounds.shared.members, update.optimizer
-        if optimizer is None or optimizer.may_raise or optimizer.lr_scheduler is not None:
+        if optimizer is not None and (optimizer.may_raise or optimizer.lr_scheduler is not None):
             return
         for rank in ranks:
             body: Any = noted[rank].request.body if rank in noted else None
@@ -287,7 +288,7 @@ class Captures:
             if not np.array_equal(np.sort(body.pushes[:, 0]), batch.all_slots):
                 return  # some slices came in other messages
         messages = [CapturedMessage(rank, noted[rank], space) for rank in ranks]
-        found = CapturedBatch(space, batch, optimizer, update, messages)
+        found = CapturedBatch(space, batch, update, messages)
         if len(self._found) >= MAX_CAPTURED:
             self._found.clear()
         self._found.update({one.key: (found, one) for one in messages})

@@ -85,12 +85,14 @@ from kvstore_server.errors import (
     to_wire,
 )
 from kvstore_server.failpoints import failpoint
+from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.processes import FINAL_MESSAGE_TIME, Processes, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import Frame
 from kvstore_server.shard.norms import Decision
+from kvstore_server.shard.reduction import RankContribution
 from kvstore_server.shard.shard import Leases, Partial, Updater
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, answer_and_record
 
@@ -219,6 +221,8 @@ class Engine:
         """Snapshots that are being read to go back to them."""
         self.captures: Captures | None = None
         """Rounds whose messages repeat; None: each message takes the general path."""
+        self._from_stop: list[m.Outgoing] = []
+        """Answers of `stop`, which the next tick returns."""
         self._lineages: dict[str, Lineage] = {}
         """Job → from what it has continued here; none if it began here."""
         # 4. What handles each message.
@@ -356,8 +360,8 @@ class Engine:
             return self._read_unread()
         update = round_.update
         try:
-            contributions = [one.contribution(round_.optimizer) for one in round_.messages]
-            space.shard.update(contributions, round_.optimizer, update.hypers, round_.units)
+            contributions = [one.contribution(update.optimizer) for one in round_.messages]
+            _update_together(space, contributions, batch, update.optimizer, update.hypers)
         except Exception as error:
             return self._fail_captured(round_, error)
         self.captures.unread.remove(round_)
@@ -462,7 +466,8 @@ class Engine:
 
     def tick(self, now: float) -> list[m.Outgoing]:
         """Fail waits that cannot succeed, log those that take long, and free namespaces whose workers are gone."""
-        out = self._read_unread()
+        out = self._from_stop + self._read_unread()
+        self._from_stop = []
         for space in list(self.namespaces.values()):
             if now < space.next_check:
                 continue
@@ -558,6 +563,7 @@ class Engine:
 
     def stop(self) -> None:
         """Start draining: rounds that have begun may complete, new ones are refused."""
+        self._from_stop += self._read_unread()  # they have begun
         self.is_stopping = True
 
     def abandon(self, now: float) -> list[m.Outgoing]:
@@ -899,10 +905,7 @@ class Engine:
                 space.contribution(one.commit_infos[first], optimizer, one.runs(batch.all_slots))
                 for one in ranks
             ]
-            if optimizer is None:
-                space.shard.assign_sum(contributions)
-            else:
-                space.shard.update(contributions, optimizer, hypers, [table.unit for table in batch.tables])
+            _update_together(space, contributions, batch, optimizer, hypers)
         except KVStoreError as error:  # nothing has changed
             for table in batch.tables:
                 out += self._fail(space, tracker, table, error)
@@ -1716,6 +1719,19 @@ class Engine:
 
     def _leave_rounds(self, sender: Sender, body: m.LeaveRounds) -> list[m.Outgoing]:
         return self._changes.leave(sender.space, sender.rank, body.table) + _make_status(sender)
+
+
+def _update_together(
+    space: Namespace,
+    contributions: Sequence[RankContribution],
+    batch: TableBatch,
+    optimizer: Optimizer | None,
+    hypers: Sequence[Sequence[Mapping[str, Any]]],
+) -> None:
+    if optimizer is None:
+        space.shard.assign_sum(contributions)
+    else:
+        space.shard.update(contributions, optimizer, hypers, [table.unit for table in batch.tables])
 
 
 def _answer_plain(

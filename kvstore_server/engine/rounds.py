@@ -1000,7 +1000,7 @@ class DelayedRequest:
         """Return the ranks that it waits for; empty once it can be answered."""
         shared, views = rounds.shared, rounds.views
         if self.is_entry and views is not None and not shared.members:
-            return views.absent() or [self.rank]  # the job has gone back, and nobody is a member yet
+            return views.absent() or [self.rank]  # the job has gone back, and has no members yet
         if self.is_entry or self.opens >= 0:
             is_over = (
                 self.rank in shared.members if self.is_entry else shared.number(self.table) >= self.opens

@@ -17,7 +17,7 @@ applies it. Their commits count as they are, on other servers, too, once a worke
 round all ranks are members again.
 
 After the job has gone back to a snapshot there are no members at first (`go_back`), and all ranks join. Those that have
-come begin together with the open round, as soon as all that were members then are among them, or nobody waits for the
+come begin together with the open round, as soon as all that were members then are among them, or none waits for the
 others any more.
 
 View numbers only grow. A server that meets a higher number adopts that view and forgets commits under lower ones; it

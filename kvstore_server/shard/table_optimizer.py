@@ -35,7 +35,7 @@ def describe_table_optimizer(optimizer: Optimizer, has_rate: bool) -> str:
 
 
 def table_optimizer_name(described: str) -> str | None:
-    """Return the name of an optimizer that `describe_table_optimizer` has described; None: there is none."""
+    """Return the name of an optimizer that `describe_table_optimizer` has described, if there is one."""
     try:
         spec = json.loads(described) if described else {}
     except (ValueError, RecursionError):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,6 @@ from torch import Tensor
 from kvstore_server.codec import torch_dtype
 from kvstore_server.engine.rounds import Ints
 from kvstore_server.failpoints import failpoint
-from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     ContributeTemplate,
@@ -41,9 +41,8 @@ from kvstore_server.protocol.frames import (
     number_of_message,
 )
 from kvtrainer.client.contribution import Contribution, ContributionLayout
-from kvtrainer.client.incoming_weights import part_of
 from kvtrainer.client.round import Round
-from kvtrainer.client.server_request import NO_COMMITS, ServerRequest, requested_slice_values
+from kvtrainer.client.server_request import NO_COMMITS, ServerRequest
 from kvtrainer.client.session import Session
 from kvtrainer.client.tables import Tables
 from kvtrainer.types import Arenas
@@ -223,11 +222,9 @@ class _ServerPart:
         self.slices = list(zip(heads, slices, strict=True))
         # 2. Small slices are gathered.
         shared = round_.contribution.shared_grads
-        self._small = [at for at in layout.resident if layout.slices[at].index not in shared]
-        self._views = [self._memory.views[at] for at in self._small]
-        self._values: Sequence[Arenas] | None = None
-        self._sources: list[Tensor] = []
-        """Where they are in `_values`."""
+        small = [at for at in layout.resident if layout.slices[at].index not in shared]
+        self._small = [_Place.of(layout, at, round_.contribution.values or ()) for at in small]
+        self._views = [self._memory.views[at] for at in small]
         # 3. The answer. What it looks like is known after the first one.
         self.number = 0
         self._answer: WeightsTemplate | None = None
@@ -238,11 +235,13 @@ class _ServerPart:
         """By table, where in the words of an answer its version is."""
         self._tables_of: Ints | slice = slice(0, 0)
         """The table of each version in an answer."""
-        self._pieces: list[tuple[Slice, torch.dtype, int, int]] = []
-        """(slice, dtype, position of its table in the round, first byte in the payload) of what comes as bytes."""
-        self._outs: Sequence[Arenas] | None = None
-        self._targets: list[Tensor] = []
-        """Where the slices are in `_outs`."""
+        outs = round_.contribution.outs or ()
+        self._out_places = {at: _Place.of(layout, at, outs) for at in layout.resident}
+        self._pieces: list[_Place] = []
+        """What comes as bytes, in the order of the payload."""
+        self._cuts: list[tuple[torch.dtype, int, list[int]]] = []
+        """(dtype, first byte, numbers of elements) of neighbours in the payload: those of slices and, in between, of
+        what fills them up."""
 
     def fill(self, contribution: Contribution, number: int) -> None:
         """Write the numbers of the coming round into the messages, and gather small slices."""
@@ -256,10 +255,7 @@ class _ServerPart:
         last.commits[:, 1] = rounds
         last.commits[:, 4] = self._tables.version[self.server][self._index]
         if self._small:
-            if contribution.values is not self._values:
-                self._sources = [requested_slice_values(contribution, self.layout, at) for at in self._small]
-                self._values = contribution.values
-            torch._foreach_copy_(self._views, self._sources)
+            torch._foreach_copy_(self._views, _parts_of(contribution.values or (), self._small))
 
     def take(self, frames: Sequence[Frame]) -> bool:
         """Keep an answer until all servers have answered; return False if it is not as expected."""
@@ -296,11 +292,14 @@ class _ServerPart:
         of = np.array([layout.table[layout.slots[slot]] for slot in slots], np.int64)
         _, first = np.unique(of, return_index=True)
         self._first_versions, self._tables_of = answer.versions_at[first], _as_slice(of)
-        begins = np.cumsum([0, *[layout.nbytes[at] for at in places]]).tolist()
-        self._pieces = [
-            (layout.slices[at], torch_dtype(layout.slices[at].dtype), layout.at[layout.table[at]], begin)
-            for at, begin in zip(places, begins, strict=False)
-        ]
+        self._pieces = [self._out_places[at] for at in places]
+        self._cuts, begin = [], 0
+        for at in places:
+            slice_, dtype = layout.slices[at], torch_dtype(layout.slices[at].dtype)
+            if not self._cuts or self._cuts[-1][0] is not dtype:
+                self._cuts.append((dtype, begin, []))
+            self._cuts[-1][2].extend([slice_.used, slice_.length - slice_.used])
+            begin += layout.nbytes[at]
         self._answer = answer
         return answer
 
@@ -309,16 +308,35 @@ class _ServerPart:
         tables, versions = self._tables, self._versions
         tables.newest[self.server, self._index] = versions
         if self._pieces:
-            if outs is not self._outs:
-                self._targets = [part_of(outs[at], slice_) for slice_, _, at, _ in self._pieces]
-                self._outs = outs
-            sources = [
-                torch.frombuffer(self._payload, dtype=dtype, count=slice_.used, offset=begin)
-                for slice_, dtype, _, begin in self._pieces
-            ]
-            torch._foreach_copy_(self._targets, sources)
+            sources: list[Tensor] = []
+            for dtype, begin, sizes in self._cuts:
+                flat = torch.frombuffer(self._payload, dtype=dtype, count=sum(sizes), offset=begin)
+                sources += flat.split_with_sizes(sizes)[::2]
+            torch._foreach_copy_(_parts_of(outs, self._pieces), sources)
             self._payload = b""
         tables.version[self.server, self._index] = versions
+
+
+class _Place(NamedTuple):
+    """Where a slice is in the memory of its table."""
+
+    table: int
+    """By position in the round."""
+    dtype: str
+    part: slice | None
+    """None: it is all of that memory."""
+
+    @classmethod
+    def of(cls, layout: ContributionLayout, at: int, memory: Sequence[Arenas]) -> _Place:
+        slice_, table = layout.slices[at], layout.at[layout.table[at]]
+        is_all = memory[table][slice_.dtype].numel() == slice_.used
+        return cls(table, slice_.dtype, None if is_all else slice(slice_.offset, slice_.offset + slice_.used))
+
+
+def _parts_of(memory: Sequence[Arenas], places: Sequence[_Place]) -> list[Tensor]:
+    return [
+        memory[table][dtype] if part is None else memory[table][dtype][part] for table, dtype, part in places
+    ]
 
 
 def _as_slice(index: Ints) -> Ints | slice:

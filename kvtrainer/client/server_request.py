@@ -229,7 +229,7 @@ class ServerRequest:
         # 2. Small plain slices are gathered in one buffer; large ones are sent from where they are.
         small = [at for at in plain if layout.begin[at] >= 0]
         if small and contribution.values is not None:
-            sources = [requested_slice_values(contribution, layout, at) for at in small]
+            sources = [_requested_slice_values(contribution, layout, at) for at in small]
             torch._foreach_copy_([self.memory.views[at] for at in small], sources)
         if plain:
             payloads = [
@@ -294,7 +294,7 @@ class ServerRequest:
         return plain
 
 
-def requested_slice_values(contribution: Contribution, layout: ContributionLayout, at: int) -> Tensor:
+def _requested_slice_values(contribution: Contribution, layout: ContributionLayout, at: int) -> Tensor:
     slice_ = layout.slices[at]
     key, _, start, numel = slice_.segments[0]
     if key in contribution.sources:
@@ -329,7 +329,7 @@ def _split_requested_slices(
 
 def _padded_request_values(contribution: Contribution, layout: ContributionLayout, at: int) -> Tensor:
     """Return the values of a slice with its padding, which the end of an arena may lack."""
-    length, found = layout.slices[at].length, requested_slice_values(contribution, layout, at)
+    length, found = layout.slices[at].length, _requested_slice_values(contribution, layout, at)
     if len(found) == length:
         return found
     padded = torch.zeros(length, dtype=found.dtype, device="cpu")

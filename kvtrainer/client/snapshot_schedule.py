@@ -25,7 +25,7 @@ def read_answer(answer: m.ReplyBody) -> str:
     """Return what a server has answered to the request for a snapshot. Raises ProtocolError if it cannot be that.
 
     "none": it has no tables of the job. "taken". "busy": it still writes the one before. "uneven": not all tables of
-    the job have ended as many rounds. "useless": nobody could go on from it; its log says why. "failed": there was no
+    the job have ended as many rounds. "useless": a job cannot go on from it; its log says why. "failed": there was no
     memory for it.
     """
     state = answer.values.get("state") if isinstance(answer, m.Status) else None
