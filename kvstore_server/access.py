@@ -129,6 +129,15 @@ class AccessControl:
             self._note_hello(client, body)
         return client
 
+    def known_sender(self, peer: bytes, kind: type[Any]) -> KeyHolder | None:
+        """Return whose message of a kind it is; None if `check` has to say, or why it is refused."""
+        owner = self._keys.get(peer, "")
+        client = self._clients().get(owner.encode())
+        if client is None or client.role not in ALLOWED.get(kind, _ADMIN):
+            return None
+        self._keys.move_to_end(peer)
+        return client
+
     def _note_hello(self, client: KeyHolder, hello: m.Hello) -> None:
         """Refuse one session or namespace too many, and note who was the first in a namespace."""
         owners = self._find_owners()

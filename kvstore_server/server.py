@@ -192,7 +192,7 @@ def make_server(
         listener = None
     if stored is not None:
         engine.restore(clock())
-    if options.captures and options.keys is None and listener is not None:
+    if options.captures and listener is not None:
         engine.captures = Captures()
     server = Server(
         engine,
@@ -292,8 +292,7 @@ class Server:
         self._debug_log = debug_log("kvstore_server.debug")
         """The debug log for messages; None unless that logger shows debug lines."""
         self._name_of = name_of
-        # Keys are checked, and messages logged, when they are decoded.
-        self._take = take if options.keys is None and self._debug_log is None else None
+        self._take = take if self._debug_log is None else None
         # 2. Outgoing: what is queued, and how much this turn may still send.
         self._backlog: dict[bytes, ReplyBacklog] = {}
         self._budget = _PORTION
@@ -522,8 +521,8 @@ class Server:
             Whether it was a message that its sender may send.
         """
         # A message that repeats is compared with the one before, and not decoded.
-        if self._take is not None and is_shared and isinstance(message, list) and len(message) == MAX_FRAMES:
-            taken = self._take(peer, message, self._clock())
+        if self._take is not None and is_shared and isinstance(message, list) and self._is_known(peer):
+            taken = self._take(peer, message, self._clock()) if len(message) == MAX_FRAMES else None
             if taken is not None:
                 message.clear()
                 self._send_all(taken)
@@ -563,6 +562,13 @@ class Server:
         if replies:
             self._send_all(replies)
         return True
+
+    def _is_known(self, peer: bytes) -> bool:
+        """Return whether gradients of a peer may be taken at once: it is allowed to send them, and has no rates."""
+        if self._access is None:
+            return True
+        holder = self._access.known_sender(peer, m.Contribute)
+        return holder is not None and not self._rates.concerns(holder)
 
     def _handle(
         self, peer: bytes, request: m.Request, nbytes: int, is_shared: bool, holder: KeyHolder | None
