@@ -66,10 +66,10 @@ test: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not full and not chaos" $(PARALLEL) --no-loadscope-reorder
 	$(BIN)/python -m pytest tests/gpu
 
-# In `make test` each test of a job uses one of these transports; here each uses both.
+# In `make test` each test of a job uses one of these transports; here each uses both, and rounds are not captured, too.
 test-transports: $(READY)
-	for way in auto tcp; do \
-		KVSTORE_TRANSPORT=$$way $(BIN)/python -m pytest tests/integration -m "not full" $(PARALLEL) || exit 1; \
+	for way in TRANSPORT=auto TRANSPORT=tcp CAPTURE=0; do \
+		env KVSTORE_$$way $(BIN)/python -m pytest tests/integration tests/parity -m "not full" $(PARALLEL) || exit 1; \
 	done
 
 # Some of these take many minutes; a dump of what threads do meanwhile can crash the interpreter that it looks at.
