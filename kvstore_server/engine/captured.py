@@ -39,7 +39,7 @@ from kvstore_server.shard.reduction import RankContribution, Run
 from kvstore_server.shard.storage import Hypers
 
 MAX_CAPTURED = 64
-"""How many rounds of different tables are kept for each namespace."""
+"""How many rounds of different tables are kept."""
 _COUNTS, _FIRST_SLOT = slice(32, 48), slice(72, 80)
 """The bytes of a contribution's first frame with the numbers of slices and commits, and with the first slice."""
 _NO_PUSHES, _NO_COMMITS = m.matrix((), m.PUSH_WORDS), m.matrix((), m.COMMIT_WORDS)
@@ -260,6 +260,8 @@ class Captures:
         self.unread: list[CapturedBatch] = []
         """Those with messages that were not read yet."""
         self._found: dict[Key, tuple[CapturedBatch, CapturedMessage]] = {}
+        self._rounds: dict[tuple[str, bytes], CapturedBatch] = {}
+        """(namespace, its tables) → their captured round, the oldest first."""
         self._noted: dict[tuple[str, bytes], dict[int, Noted]] = {}
         """(namespace, its tables) → by rank, the last message about these."""
 
@@ -277,7 +279,8 @@ class Captures:
 
     def capture(self, space: Namespace, batch: TableBatch, update: BatchUpdate) -> None:
         """Capture a round that was just applied, if the messages of all ranks were plain."""
-        noted = self._noted.pop((space.name, batch.numbers.tobytes()), {})
+        place = space.name, batch.numbers.tobytes()
+        noted = self._noted.pop(place, {})
         ranks, optimizer = space.rounds.shared.members, update.optimizer
         if optimizer is not None and (optimizer.may_raise or optimizer.lr_scheduler is not None):
             return
@@ -289,12 +292,21 @@ class Captures:
                 return  # some slices came in other messages
         messages = [CapturedMessage(rank, noted[rank], space) for rank in ranks]
         found = CapturedBatch(space, batch, update, messages)
-        if len(self._found) >= MAX_CAPTURED:
-            self._found.clear()
+        self._drop(place)
+        if len(self._rounds) >= MAX_CAPTURED:
+            self._drop(next(iter(self._rounds)))
+        self._rounds[place] = found
         self._found.update({one.key: (found, one) for one in messages})
+
+    def _drop(self, place: tuple[str, bytes]) -> None:
+        former = self._rounds.pop(place, None)
+        for one in () if former is None else former.messages:
+            if one.key in self._found and self._found[one.key][0] is former:
+                del self._found[one.key]
 
     def forget(self, space: Namespace) -> None:
         """Drop what is kept of a namespace, which has ended."""
-        self._found = {key: one for key, one in self._found.items() if one[0].space is not space}
+        for place in [place for place, one in self._rounds.items() if one.space is space]:
+            self._drop(place)
         self._noted = {key: one for key, one in self._noted.items() if key[0] != space.name}
         self.unread = [one for one in self.unread if one.space is not space]

@@ -109,6 +109,7 @@ class CapturedRound:
             session.options.captures
             and session.options.mode.is_sync
             and session.is_quiet
+            and all([session.transport.can_post(layout.server) for layout in layouts])
             and contribution.values is not None
             and contribution.outs is not None
             and _is_plain(contribution)
@@ -124,7 +125,6 @@ class CapturedRound:
                 for layout in layouts
                 for slice_, begin in zip(layout.slices, layout.begin, strict=True)
             ])
-            and all([session.transport.channel(layout.server) is not None for layout in layouts])
         )  # fmt: skip
 
     def fits(self, contribution: Contribution, layouts: Sequence[ContributionLayout] | None) -> bool:

@@ -192,6 +192,9 @@ class Connection(Transport):
         heapq.heappush(self._queues[server], (-priority, (self._num_sent,), request))
         self._flush(server)
 
+    def can_post(self, server: int) -> bool:
+        return server in self._channels
+
     def post(self, server: int, head: Frame, payloads: Sequence[Tensor]) -> bool:
         channel = self._channels.get(server)
         if channel is None or not channel.is_usable or self._queues[server] or os.getpid() != self._pid:

@@ -94,6 +94,10 @@ class Transport(ABC):
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         """Wait up to `timeout` seconds for a reply of any server."""
 
+    def can_post(self, server: int) -> bool:
+        """Return whether `post` and `receive_frames` work with a server."""
+        return False
+
     def post(self, server: int, head: Frame, payloads: Sequence[Tensor]) -> bool:
         """Send an encoded request through shared memory, if that is possible at once; return whether it was sent."""
         return False
