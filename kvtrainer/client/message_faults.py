@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_PAYLOAD, decode_frames, divided, encode_frames
+from kvstore_server.protocol.frames import MAX_PAYLOAD, Frame, decode_frames, divided, encode_frames
 from kvstore_server.transport.channel import Channel
 from kvtrainer.client.session import MakeReport, SessionIds, Transport
 
@@ -194,6 +196,15 @@ class FaultyTransport(Transport):
 
     def why_refused(self, server: int) -> str:
         return self._inner.why_refused(server)
+
+    def can_post(self, server: int) -> bool:
+        return False  # each message has to come by here
+
+    def post(self, server: int, head: Frame, payloads: Sequence[Tensor]) -> bool:
+        return False
+
+    def receive_frames(self, timeout: float) -> tuple[int, Sequence[Frame]] | None:
+        return None
 
     def channel(self, server: int) -> Channel | None:
         return self._inner.channel(server)
