@@ -36,7 +36,8 @@ Measured = dict[str, dict[str, Any]]
 SETTINGS = (
     "OMP_NUM_THREADS=1 in every process; peers over TCP on loopback, kvtrainer as KVSTORE_TRANSPORT says"
 )
-FOLDER = str(Path(__file__).resolve().parents[1])
+_HERE = Path(__file__).resolve().parent
+FOLDER = str(_HERE.parent)
 """Where the packages of this checkout lie."""
 _TAIL = 3000
 _RESULTS = "benchmarks/results"
@@ -67,12 +68,13 @@ def run_kvtrainer_job(
 ) -> Measured:
     """Run `command --out FILE` as every worker of a job under kvlaunch with `flags`; return what FILE holds then.
 
-    The job runs on the packages in the folder `checkout`, by default in that of this file.
+    The job runs on the packages in the folder `checkout`, by default in that of this file. Servers can --import modules
+    of this file's folder.
     """
     folder = os.path.abspath(checkout or FOLDER)
     launch = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", "-n", str(workers), "-s", str(servers)]
     launch += [*flags, "--"]
-    common = {**(environ or {}), "PYTHONPATH": folder}
+    common = {**(environ or {}), "PYTHONPATH": f"{folder}{os.pathsep}{_HERE}"}
     with Processes() as job:
         job.start([*launch, *command, "--out", str(job.out)], common, folder)
         return job.wait(timeout)

@@ -26,8 +26,7 @@ def main() -> int:
     options = _options()
     floats = int(float(options.mib) * (1 << 20)) // 4 // options.tensors
     work = Work(options.tensors, floats, options.optimizer, warm_up=2, rounds=options.rounds)
-    grid = [tuple(map(suite.positive, one.split("x"))) for one in options.grid.split(",")]
-    jobs = [step_jobs.Job((work,), workers, servers) for workers, servers in grid]
+    jobs = [step_jobs.Job((work,), *numbers) for numbers in suite.grid(options.grid)]
     return step_jobs.ask(TITLE, jobs, options.peers.split(","), options, notes=_NOTES)
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,18 +70,26 @@ def add_options(
 
 
 def ask(
-    title: str, jobs: Sequence[Job], peers: Sequence[str], options: argparse.Namespace, **more: Any
+    title: str,
+    jobs: Sequence[Job],
+    peers: Sequence[str],
+    options: argparse.Namespace,
+    run_job: Callable[[str, Job], dict[harness.Case, suite.Values]] | None = None,
+    **more: Any,
 ) -> int:
     """Have kvtrainer and `peers` do all jobs in turns, and report; return 0.
 
     kvtrainer takes part with each transport, and from another checkout if `options` names one. A peer that is called
-    "pushpull" is kvtrainer's verb, with each transport. `more` are fields of the Question.
+    "pushpull" is kvtrainer's verb, with each transport. A system does a job by `run_job`, by default by `measure`.
+    `more` are fields of the Question.
     """
     found = _systems(peers, options)
     work_of = {_case(job, work): (job, work) for job in jobs for work in job.works}
     show = {"limits": lambda case, system, limits: _limits(system, *work_of[case], limits), **more}
-    run_job = functools.partial(measure, options=options)
-    return suite.run(suite.Question(title, found, **show), jobs, run_job, _versions(found, options), options)
+    question, versions = suite.Question(title, found, **show), _versions(found, options)
+    return suite.run(
+        question, jobs, run_job or functools.partial(measure, options=options), versions, options
+    )
 
 
 def _systems(peers: Sequence[str], options: argparse.Namespace) -> dict[str, str]:
@@ -125,6 +133,22 @@ def measure(system: str, job: Job, options: argparse.Namespace) -> dict[harness.
         if grown is not None and work.nbytes >= 1 << 20:
             values["usage"]["models"] = grown / work.nbytes
     return cases
+
+
+def is_ours(system: str) -> bool:
+    """Whether a system is a `Trainer`, of this checkout or another."""
+    return system == BEFORE or system.split()[0] == suite.OURS
+
+
+def count_calls(system: str, job: Job, options: argparse.Namespace) -> dict[str, float]:
+    """Count the Python function calls of a step with SGD of one parameter, in a job of its own.
+
+    Returns:
+        "worker": those of worker 0; "server": those of the server that has the parameter.
+    """
+    command = [sys.executable, str(HERE / "calls_worker.py"), "--floats", str(job.works[0].floats)]
+    calls: dict[str, float] = _run_ours(system, job, command, options, ("--import", "calls"))["calls"]
+    return calls
 
 
 def check(
@@ -182,10 +206,18 @@ def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespac
             [*command, "ddp" if from_backward else TORCH[system]], job.workers, limit
         )
     store = "pushpull" if system.endswith(PUSHPULL) else "trainer"
+    return _run_ours(system, job, [*command, store], options)
+
+
+def _run_ours(
+    system: str, job: Job, command: list[str], options: argparse.Namespace, flags: Sequence[str] = ()
+) -> harness.Measured:
+    """Run `command` as every worker of a job of kvtrainer, with the transport and from the checkout of a system."""
     checkout = options.before if system == BEFORE else ""
     # Peers do not encrypt what goes over TCP either.
     environ = {"KVSTORE_TRANSPORT": _transport(system), "KVSTORE_KEYS": "off"}
-    return harness.run_kvtrainer_job([*command, store], job.workers, job.servers, limit, checkout, environ)
+    limit = options.job_timeout
+    return harness.run_kvtrainer_job(command, job.workers, job.servers, limit, checkout, environ, flags)
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -129,6 +130,18 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def grid(text: str) -> list[tuple[int, int]]:
+    """Numbers of workers and servers, of an option like "2x2,1x1".
+
+    Raises:
+        SystemExit: it is not of this form.
+    """
+    found = [re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", one) for one in text.split(",")]
+    if None in found:
+        raise SystemExit(f"{text!r} is not like 2x2,1x1: workers x servers, at least 1 each, commas between")
+    return [(int(one[1]), int(one[2])) for one in found if one]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,25 @@ for name in sys.argv[1:]:
     print(said.getvalue().split()[1])
 """
 
-
+GRID = """
+import sys
+sys.path.insert(0, ".")
+import suite
+try:
+    print(suite.grid(sys.argv[1]))
+except SystemExit as error:
+    print(type(error.code).__name__)
+"""
+COUNT = """
+import sys
+sys.path.insert(0, ".")
+import calls
+def called(): len("a function of C")
+before = int(calls.calls_so_far())
+for _ in range(7):
+    called()
+print(int(calls.calls_so_far()) - before - 1)  # but for the last call of calls_so_far
+"""
 TINY = """
 import sys
 sys.path.insert(0, ".")
@@ -65,6 +83,18 @@ def run(script: str, *arguments: str) -> str:
 
 def test_every_question_has_a_help() -> None:
     assert run(HELP, *QUESTIONS).split() == [f"{name}.py" for name in QUESTIONS]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("2x2,1x1", "[(2, 2), (1, 1)]"), ("10x3", "[(10, 3)]"), ("2x0", "str"), ("2", "str"), ("2x2,", "str")],
+)
+def test_a_grid_is_numbers_of_workers_and_servers(text: str, found: str) -> None:
+    assert run(GRID, text).strip() == found
+
+
+def test_calls_of_python_functions_are_counted() -> None:
+    assert run(COUNT).strip() == "7"
 
 
 @pytest.mark.full
