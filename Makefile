@@ -171,6 +171,12 @@ bench: $(READY)
 	done
 	-$(BIN)/python benchmarks/bandwidth.py --out benchmarks/results/bandwidth
 
+# The wheel of this working tree against that of the last tag, or of REVISION="51f4e9d": minutes, and not in CI, because
+# times need an idle machine. Fails if a case takes at least 5 % longer in two of three runs.
+.PHONY: bench-regress
+bench-regress: $(READY)
+	$(BIN)/python benchmarks/regress.py --revision "$(REVISION)"
+
 # What the environment has, as a CycloneDX bill of materials, by a tool in an environment of its own.
 .PHONY: sbom
 sbom: $(READY)
