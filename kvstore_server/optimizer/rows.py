@@ -122,8 +122,8 @@ def _split_cached_blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 _FEW_RUNS = 16
 """Up to this many ascending runs (one for each worker's ids, say) merging them is fastest."""
-_MANY = 512
-"""From this many ids for each 16 bits of them, a radix sort is fastest."""
+_SAMPLE = 128
+"""Ids in any order have more ascending runs than that among this many."""
 
 
 class SortedRowIds(NamedTuple):
@@ -145,14 +145,19 @@ class SortedRowIds(NamedTuple):
 
         If the ids are already distinct and ascending, the values are returned, not a copy.
         """
-        device, [firsts] = values.device, self.is_first.nonzero()
-        if len(firsts) == len(self.order) and (self.order[1:] > self.order[:-1]).all():
+        [firsts] = self.is_first.nonzero()
+        if (
+            len(firsts) == len(self.order)
+            and _are_ascending(self.order[:_SAMPLE])
+            and _are_ascending(self.order)
+        ):
             return values
         if values.dtype is torch.float32 and values.is_cpu and values.numel():
             # The kernel reads each row once, and adds the rows of an id in order, as the general code below does.
             order, offsets = torch.from_numpy(self.order), torch.from_numpy(firsts)
-            flat = values.reshape(len(values), -1)
+            flat = values if values.dim() == 2 else values.reshape(values.shape[0], -1)
             return torch.embedding_bag(flat, order, offsets)[0].view(-1, *values.shape[1:])
+        device = values.device
         # Begin each sum with 0, as the kernel does, which turns -0.0 into 0.0.
         total = values.index_select(0, torch.from_numpy(self.order[firsts]).to(device)).add_(0)
         if len(firsts) < len(self.order):
@@ -170,27 +175,29 @@ def sort_row_ids(given: npt.NDArray[np.int64], num_rows: int = 0) -> SortedRowId
     machine of `benchmarks/results`: a table with a place for each row, kept between calls, takes 1.0 to 1.5 times as
     long, and 8 bytes a row; a Python dict takes 6 to 19 times as long.
     """
-    passes, shift = -(-max(num_rows - 1, 1).bit_length() // 16), len(given).bit_length()
+    shift = len(given).bit_length()
     if not num_rows:
         order = _order_of_hashes(given)
         ascending = given[order]
-    elif np.count_nonzero(given[1:] < given[:-1]) < _FEW_RUNS:
+    elif shift + num_rows.bit_length() > 62 or (_has_few_runs(given[:_SAMPLE]) and _has_few_runs(given)):
         order = given.argsort(kind="stable")  # a merge sort, which merges ascending runs
         ascending = given[order]
-    elif len(given) >= _MANY * passes or shift + num_rows.bit_length() > 62:
-        # Radix sort: numpy sorts 16-bit integers by counting.
-        order = given.astype(np.uint16).argsort(kind="stable")
-        for at in range(16, 16 * passes, 16):
-            order = order[(given >> at).astype(np.uint16)[order].argsort(kind="stable")]
-        ascending = given[order]
     else:
-        # Pack id and position into one integer: numpy sorts few plain integers fastest, and all are distinct.
+        # Pack id and position into one integer: numpy sorts plain integers fastest, and all are distinct.
         packed = (given << shift) | np.arange(len(given))
         packed.sort()
         ascending, order = packed >> shift, packed & ((1 << shift) - 1)
     is_first = np.ones(len(given), bool)
     np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
     return SortedRowIds(torch.from_numpy(ascending[is_first]), order, is_first)
+
+
+def _are_ascending(given: npt.NDArray[np.int64]) -> bool:
+    return bool((given[1:] > given[:-1]).all())
+
+
+def _has_few_runs(given: npt.NDArray[np.int64]) -> bool:
+    return bool(np.count_nonzero(given[1:] < given[:-1]) < _FEW_RUNS)
 
 
 def _order_of_hashes(given: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -217,7 +224,7 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int = 0) -> tuple[Tenso
     Raises:
         ShapeMismatchError: The numbers of ids and rows differ, or an id is out of range.
     """
-    if ids.dim() != 1 or values.dim() < 1 or len(ids) != len(values):
+    if ids.dim() != 1 or values.dim() < 1 or ids.shape[0] != values.shape[0]:
         raise ShapeMismatchError(
             f"a row-sparse gradient needs one row of values for each id, got ids of shape {tuple(ids.shape)} and "
             f"values of shape {tuple(values.shape)}"
@@ -225,38 +232,44 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int = 0) -> tuple[Tenso
     if not ids.numel():
         return ids, values
     given = ids.cpu().numpy()  # reading ids on another device waits for it anyway
-    # Range checks on the extremes only, before anything is summed.
-    for end in (int(given.min()), int(given.max())) if num_rows else ():
-        if not 0 <= end < num_rows:
-            raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
-    if (given[1:] > given[:-1]).all():
+    # Range checks on the extremes only, before anything is summed. Viewed as unsigned, negative ids are huge.
+    if num_rows and given.view(np.uint64).max() >= num_rows:
+        low, high = int(given.min()), int(given.max())
+        raise ShapeMismatchError(
+            f"a row-sparse gradient has row {low if low < 0 else high}, but its key has {num_rows} rows"
+        )
+    if _are_ascending(given[:_SAMPLE]) and _are_ascending(given):
         return ids, values
     ordered = sort_row_ids(given, num_rows)
-    return ordered.ids.to(ids.device), ordered.sums(values)
+    distinct = ordered.ids if ids.is_cpu else ordered.ids.to(ids.device)
+    return distinct, ordered.sums(values)
 
 
 def gather_rows(whole: Tensor, rows: Tensor, length: int) -> Tensor:
     """Gather rows; if `length` is not 0, flat and zero-padded to that length."""
     if not length:
-        return whole.index_select(0, rows)
+        # As one dimension torch gathers single elements in half the time.
+        is_column = whole.dim() == 2 and whole.shape[1] == 1 and whole.is_contiguous()
+        return whole.view(-1).index_select(0, rows).view(-1, 1) if is_column else whole.index_select(0, rows)
     flat, shape = whole.new_empty(length), (rows.numel(), *whole.shape[1:])
     count = math.prod(shape)
     if count < length:
         flat[count:].zero_()
-    torch.index_select(whole, 0, rows, out=flat[:count].view(shape))
+    torch.index_select(whole, 0, rows, out=(flat if count == length else flat[:count]).view(shape))
     return flat
 
 
 def put_rows(whole: Tensor, rows: Tensor, values: Tensor) -> None:
     """Scatter what `gather_rows` has gathered, converted to the target's dtype."""
-    shape = (rows.numel(), *whole.shape[1:])
-    scatter_rows(whole, rows, values.view(-1)[: math.prod(shape)].view(shape).to(whole.dtype))
+    count = rows.numel() * math.prod(whole.shape[1:])
+    flat = values.view(-1) if values.numel() == count else values.view(-1)[:count]
+    scatter_rows(whole, rows, flat if flat.dtype is whole.dtype else flat.to(whole.dtype))
 
 
 def scatter_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Copy rows to distinct ids, like `index_copy_`."""
+    """Copy rows, in their shape or flat, to distinct ids, like `index_copy_`."""
     if whole.device.type != "cpu" or not whole.is_contiguous():
-        whole.index_copy_(0, ids, rows)
+        whole.index_copy_(0, ids, rows.view(-1, *whole.shape[1:]))
         return
     if count := rows.numel():  # numpy copies rows, viewed as single elements, in less than half the time
         row = f"V{count // ids.numel() * rows.element_size()}"
