@@ -213,7 +213,7 @@ class GroupAdaGrad(Optimizer):
         history.add_(norms.square_().div_(grad.shape[1]))
         eps = hyper["eps"]
         root = (history + eps).sqrt_() if self.is_mxnet1 else history.sqrt().add_(eps)
-        weight.sub_(grad.mul_(hyper["lr"]).div_(root))
+        weight.addcdiv_(grad, root, value=-hyper["lr"])
 
 
 def check_is_matrix(who: str, key: str, shape: Sequence[int]) -> None:

@@ -379,3 +379,15 @@ def test_an_update_of_rows_does_not_copy_the_state_of_all(
     entries = [one for one in values.values() if isinstance(one, Tensor)]
     assert entries
     assert all(one[7].all() and not one[8:].any() for one in entries)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_an_update_of_rows_leaves_a_gradient_with_distinct_rows_as_it_was(optimizer: str) -> None:
+    table = Embedding(4, 2, sparse=True)
+    trainer = Trainer([table.weight], optimizer, {"learning_rate": 0.5}, kvstore=None)
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    table.weight.grad = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]]), values.clone(), (4, 2), is_coalesced=True
+    )
+    trainer.step(1)
+    assert torch.equal(table.weight.grad._values(), values)
