@@ -15,6 +15,7 @@ detected by `writes`, see `write_watch`.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import weakref
@@ -41,6 +42,8 @@ from kvtrainer.types import NO_TARGETS
 
 LONG = 8 << 10
 """Gradients of at least this many bytes may be used without a copy. For smaller ones the check costs more."""
+_HUGE = 4 << 20
+"""Bytes from which weights are in huge pages."""
 HELD_DTYPES = frozenset(getattr(torch, name) for name in ITEM_SIZE)
 _kind_of = attrgetter("dtype", "layout", "requires_grad")
 
@@ -78,7 +81,7 @@ class Arena:
         _check_arena_parameters(parameters, names, here, self._resident, nbytes)
         # 2. Copy their values and point `data` at the copies.
         self.device = parameters[0].device
-        self.weights = self._allocate()
+        self.weights = self._allocate(_HUGE)
         self.zeros: frozenset[int] = frozenset()
         """Keys whose buffers are known to be zero until the next `gather_grads`, which need not zero them again."""
         pieces = list(compress(self._views_of_keys(self.weights), self._resident))
@@ -275,10 +278,15 @@ class Arena:
         return form == (spec.shape, getattr(torch, spec.dtype), self.device)
 
     @torch.inference_mode(False)
-    def _allocate(self) -> dict[str, Tensor]:
-        """Allocate zeros, on the CPU in pages of their own, which can be remapped and cost nothing until written."""
+    def _allocate(self, huge: float = math.inf) -> dict[str, Tensor]:
+        """Allocate zeros, on the CPU in pages of their own, which can be remapped and cost nothing until written.
+
+        Memory of `huge` bytes or more is in huge pages where the system has them: rows of tables are read at random.
+        """
         is_here, sizes = self.device.type == "cpu", self._plan.resident_sizes.items()
-        make = _paged_arena_zeros if is_here else partial(aligned_zeros, device=self.device)
+        make = (
+            partial(_paged_arena_zeros, huge=huge) if is_here else partial(aligned_zeros, device=self.device)
+        )
         return {dtype: make(size, getattr(torch, dtype)) for dtype, size in sizes}
 
     @torch.inference_mode(False)
@@ -297,10 +305,13 @@ class Arena:
         return pieces
 
 
-def _paged_arena_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+def _paged_arena_zeros(numel: int, dtype: torch.dtype, huge: float) -> Tensor:
     """Allocate zeros in private pages of their own, which a fork copies on write."""
     nbytes = numel * dtype.itemsize
     pages = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= huge:
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(pages, np.uint8)[:nbytes]).view(dtype)
 
 

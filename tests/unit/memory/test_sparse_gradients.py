@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -391,3 +392,23 @@ def test_an_update_of_rows_leaves_a_gradient_with_distinct_rows_as_it_was(optimi
     )
     trainer.step(1)
     assert torch.equal(table.weight.grad._values(), values)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages")
+def test_a_large_table_asks_for_huge_pages_and_a_small_one_does_not() -> None:
+    assert [_asks_for_huge_pages(rows) for rows in (1_000, 100_000)] == [False, True]
+
+
+def _asks_for_huge_pages(rows: int) -> bool:
+    table = Embedding(rows, 64, sparse=True)
+    trainer = Trainer([table.weight], "sgd", kvstore=None)
+    address, is_there = table.weight.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        begin, _, end = name.partition("-")
+        if end:
+            is_there = int(begin, 16) <= address < int(end, 16)
+        elif is_there and name == "VmFlags:":
+            del trainer
+            return "hg" in rest.split()
+    raise AssertionError("the table is in no mapping")
