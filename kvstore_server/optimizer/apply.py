@@ -355,14 +355,17 @@ def update_rows_with_state(
     Args:
         rows: Distinct, in any order.
     """
-    if len(rows):
+    if count := rows.numel():
         hyper = optimizer.hyper_for_rows(weight if state.master is None else state.master, grad_rows, hyper)
-        at_once = len(rows)
+        at_once = count
         if optimizer.verified:  # in blocks that stay in the cache
-            at_once = max(CACHED // max(weight[0].numel(), 1), 1)
-        for first in range(0, len(rows), at_once):
-            part = slice(first, first + at_once)
-            _apply_update_to_some_rows(optimizer, weight, rows[part], grad_rows[part], state, hyper, allocate)
+            at_once = max(CACHED // max(weight.numel() // weight.shape[0], 1), 1)
+        for first in range(0, count, at_once):
+            own, grad = rows, grad_rows
+            if count > at_once:
+                part = slice(first, first + at_once)
+                own, grad = rows[part], grad_rows[part]
+            _apply_update_to_some_rows(optimizer, weight, own, grad, state, hyper, allocate)
     state.step += 1
 
 
@@ -384,13 +387,14 @@ def _apply_update_to_some_rows(
     values = {name: gather_rows(v, rows, length) if _is_array(v) else v for name, v in kept.items()}
     part = State(values, state.step, None if master is None else gather_rows(master, rows, length))
     apply_update(optimizer, piece, grad, part, hyper, lambda: [slice(count, None)])
-    changed = {name: value for name, value in part.values.items() if _is_array(value)}
-    for name, value in changed.items():
+    for name, value in part.values.items():
+        if not _is_array(value):
+            continue
         entry = kept.get(name, 0)
         if not _is_array(entry):
-            entry = _new_entry(optimizer, name, value, weight, len(rows), allocate)
-        part.values[name] = entry
+            entry = _new_entry(optimizer, name, value, weight, rows.numel(), allocate)
         put_rows(entry, rows, value)
+        part.values[name] = entry
     put_rows(weight, rows, piece)
     if master is not None and part.master is not None:
         put_rows(master, rows, part.master)

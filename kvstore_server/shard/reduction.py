@@ -176,16 +176,20 @@ class Reduction:
                 joined.append([layout])
         return joined
 
-    def sum_of_rows(self, layouts: Sequence[KeyLayout], contributions: Sequence[RankContribution]) -> RowSet:
+    def sum_of_rows(
+        self,
+        layouts: Sequence[KeyLayout],
+        contributions: Sequence[RankContribution],
+        is_only_read: bool = False,
+    ) -> RowSet:
         """Sum rows; as in dense sums, equal scales are applied once. May return the rows of a scratch contribution.
 
         Args:
             layouts: Of one key, or of a group from `side_by_side`: ids count from the first row of the first key.
+            is_only_read: The result may be the rows of any contribution, because the caller reads them at once.
         """
         # 1. Collect the rows of each rank, in the compute dtype.
         layout, parts = layouts[0], [one for one in contributions if layouts[0].key in one.rows]
-        num_rows = (layouts[-1].part.stop - layout.part.start) // layout.width
-        num_rows *= layout.spec.hash_table is None
         common = parts[0].scale if len({one.scale for one in parts}) == 1 else None
         of_keys = [one.rows[layout.key] for one in parts]
         if len(layouts) > 1:
@@ -194,16 +198,18 @@ class Reduction:
         values = [rows.values.to(compute_dtype(layout.block.dtype)) for rows in of_keys]
         if common is None:
             values = [value * one.scale for value, one in zip(values, parts, strict=True)]
-        # 2. Sum rows with equal ids, in rank order.
+        # 2. Sum rows with equal ids, in rank order; those of one rank are distinct.
         ids, total = of_keys[0].ids, values[0]
         if len(parts) > 1:
+            num_rows = (layouts[-1].part.stop - layout.part.start) // layout.width
+            num_rows *= layout.spec.hash_table is None
             ids, total = torch.cat([rows.ids for rows in of_keys]), torch.cat(values)
-        ids, total = coalesce_rows(ids, total, num_rows)
+            ids, total = coalesce_rows(ids, total, num_rows)
         if common not in (None, 1.0):
             total = total * common
-        # 3. Never return memory that the caller of this process still uses.
+        # 3. Never return memory to write to that the caller of this process still uses.
         is_given = len(layouts) == 1 and total is of_keys[0].values and not parts[0].is_scratch
-        return RowSet(ids, total.clone() if is_given else total)
+        return RowSet(ids, total.clone() if is_given and not is_only_read else total)
 
     def times_of_rows(self, key: int, ids: Ints, contributions: Sequence[RankContribution]) -> Ints:
         """Return how many gradients there were of each of these rows of a hash table, which is all of them."""

@@ -310,7 +310,7 @@ class Shard:
             )
         for key in by_rows:
             layout = self.storage.layouts[key]
-            rows = self._sums.sum_of_rows([layout], contributions)
+            rows = self._sums.sum_of_rows([layout], contributions, is_only_read=True)
             are_protected = self.storage.protect_rows(layout, rows.ids, False)
             with self.storage.borrowed_key(layout, are_protected) as weight:
                 scatter_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
@@ -474,7 +474,7 @@ class Shard:
         bounded = [key for key in by_rows if key not in self.hash_tables]
         joined = self._sums.side_by_side(bounded, contributions) if bounded else ()
         for layouts in [[layout] for some in joined for layout in some] if whole else joined:
-            rows = self._sums.sum_of_rows(layouts, contributions)
+            rows = self._sums.sum_of_rows(layouts, contributions, is_only_read=optimizer.takes_pieces)
             if decision != UNCHANGED:
                 # In process, the rows of a single contribution may be the gradient that the loop still uses.
                 rows = rows._replace(values=rows.values.clone())
@@ -648,8 +648,9 @@ class Shard:
         """Update some rows of a key, or of a row group that is contiguous in memory."""
         # 1. Treat a row group as one long key.
         layout, last = layouts[0], layouts[-1]
-        part = slice(layout.part.start, last.part.stop)
-        layout = layout._replace(end_slot=last.end_slot, last=last.last, part=part)
+        if layout is not last:
+            part = slice(layout.part.start, last.part.stop)
+            layout = layout._replace(end_slot=last.end_slot, last=last.last, part=part)
         block, states, begin = layout.block, layout.block.states, layout.part.start
         keep, runs = states.keep_key, [(layout.first, layout.last)]
         if optimizer.elementwise:  # one call, unless options or state differ
@@ -660,28 +661,33 @@ class Shard:
             are_protected = self._writes_only_rows(optimizer, block, runs)
             are_protected = are_protected and self.storage.protect_rows(layout, rows.ids, True)
             if not are_protected:
-                self.storage.protect_state(block, part)
+                self.storage.protect_state(block, layout.part)
         # 3. Update each run of rows with equal options and state. Nothing has to know the former state of other rows,
         # unless an image of the state names what has been replaced.
         copies = self._journal is not None or optimizer.may_raise
+        starts = [(states.segments[i][0] - begin) // layout.width for i, _ in runs]
         with self.storage.borrowed_key(layout, are_protected) as weight:
-            starts = [(states.segments[i][0] - begin) // layout.width for i, _ in runs]
             for (i, j), own in zip(runs, cut_rows(rows, starts), strict=True):
-                part = slice(states.segments[i][0], sum(states.segments[j - 1]))
+                of_part, of_run = layout, weight
+                if len(runs) > 1:
+                    part = slice(states.segments[i][0], sum(states.segments[j - 1]))
+                    of_part = layout._replace(first=i, last=j, part=part)
+                    of_run = weight[part.start - begin : part.stop - begin]
+                part = of_part.part
                 shape = ((part.stop - part.start) // layout.width, *layout.spec.shape[1:])
-                of_part = layout._replace(first=i, last=j, part=part)
                 state = self._key_state(of_part, optimizer, shape, copies)
 
                 def room(name: str, like: Tensor, part: slice = part) -> Tensor:
                     return states.cleared(name, like, part)
 
-                of_run = weight[part.start - begin : part.stop - begin].view(shape)
                 hyper = {**block.hypers[i], "key": layout.spec.key}
-                apply_update_to_rows(optimizer, of_run, *own, state, hyper, room)
+                apply_update_to_rows(optimizer, of_run.view(shape), *own, state, hyper, room)
                 keep(i, j, part, state)
         # 4. Record the changed rows of each key. Some optimizers change rows without gradient, too.
+        if not self.tracks_changes:
+            return
         starts = [(one.part.start - begin) // layout.width for one in layouts]
-        for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True) if self.tracks_changes else ():
+        for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True):
             is_all = not applies_to_rows_alone(optimizer, block.hypers[one.first])
             self._record_rows(one.key, None if is_all else ids)
 
