@@ -52,9 +52,9 @@ class RowAdam(Optimizer):
         assert isinstance(steps, Tensor)
         (beta1, beta2), lr = hyper["betas"], hyper["lr"]
         if hyper["weight_decay"]:
-            grad.add_(weight * hyper["weight_decay"])
+            grad = grad + weight * hyper["weight_decay"]
         mean.mul_(beta1).add_(grad * (1.0 - beta1))
-        square.mul_(beta2).add_(grad.mul_(grad).mul_(1.0 - beta2))
+        square.mul_(beta2).add_((grad * grad).mul_(1.0 - beta2))
         # Powers by Python, once for each count: torch's vector loops round some of them differently.
         counts, places = torch.unique(steps.add_(1.0), return_inverse=True)
         rates = []

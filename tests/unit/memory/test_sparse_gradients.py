@@ -382,7 +382,7 @@ def test_an_update_of_rows_does_not_copy_the_state_of_all(
     assert all(one[7].all() and not one[8:].any() for one in entries)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "ftrl", "rowwise_adagrad", "rowadam"])
 def test_an_update_of_rows_leaves_a_gradient_with_distinct_rows_as_it_was(optimizer: str) -> None:
     table = Embedding(4, 2, sparse=True)
     trainer = Trainer([table.weight], optimizer, {"learning_rate": 0.5}, kvstore=None)
