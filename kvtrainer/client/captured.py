@@ -96,6 +96,8 @@ class CapturedRound:
         """The number of each request that was sent whole."""
         self.answers: list[tuple[int, Sequence[Frame]]] = []
         """(server, frames) of the answers that have come."""
+        self.is_ending = False
+        """Whether all answers are as expected, and weights may be written."""
         self.is_late = False
         """Whether only the time was over, and all was as expected until then."""
 
@@ -145,7 +147,7 @@ class CapturedRound:
     def run(self, contribution: Contribution) -> bool:
         """Send the round, wait for the answers, and write the weights; return whether it has ended."""
         session, parts = self._session, self._parts
-        self.sent, self.answers, self.is_late = {}, [], False
+        self.sent, self.answers, self.is_ending, self.is_late = {}, [], False, False
         failpoint("worker.round.begin")
         # 1. Send slices, and then commits, as `Rounds` does.
         tail = b""
@@ -183,6 +185,7 @@ class CapturedRound:
             session.heard(server, now)
         session.report.wait_seconds += now - began
         # 3. Write the weights.
+        self.is_ending = True
         failpoint("worker.round.write")
         assert contribution.outs is not None
         for part in parts:

@@ -108,6 +108,8 @@ class Rounds:
         try:
             has_ended = captured.run(contribution)
         except BaseException as interruption:
+            if captured.is_ending:
+                raise  # its weights may be written in part: the next call is told
             has_ended, error = False, interruption
         for index in key:
             del self.open[index]
@@ -122,8 +124,6 @@ class Rounds:
         if error is not None:
             self._end(round_, error)
             raise error
-        while captured.answers:
-            self._session.process(*captured.answers.pop(0))
         self.wait(round_)
         return round_
 
@@ -218,9 +218,13 @@ class Rounds:
                 self._send_round(round_)
                 failpoint("worker.round.committed")
             else:
-                for request in round_.open:
-                    if request.layout not in handed_over.sent:
-                        self._send_again(round_, request, request.given)
+                rest = [one for one in round_.open if one.layout not in handed_over.sent]
+                for request in rest:
+                    self._send_again(round_, request, request.given)
+                if rest:
+                    failpoint("worker.round.committed")
+                while handed_over.answers:
+                    session.process(*handed_over.answers.pop(0))
         except BaseException as error:
             self._end(round_, error)
             raise
