@@ -482,18 +482,25 @@ def test_a_worker_that_lacks_an_update_which_the_others_have_made_does_not_go_on
             return
         pipeline: Any = trainer._pipeline
         rounds: Any = pipeline.binding.holder._client.rounds
-        place, name = {
-            "before the sum is here": (rounds._session, "wait"),
-            "while the round ends": (rounds, "_end"),
-            "in the update": (pipeline.states.here[0], "apply"),
+        # The round is a captured one where all servers share memory with the worker.
+        parts = [part for captured in rounds._captured.values() for part in captured._parts]
+        places = {
+            "before the sum is here": [
+                (rounds._session, "wait"),
+                (rounds._session.transport, "receive_frames"),
+            ],
+            "while the round ends": [(rounds, "_end"), *[(part, "write") for part in parts]],
+            "in the update": [(pipeline.states.here[0], "apply")],
         }[moment]
 
         def interrupted(*_: Any) -> None:
-            delattr(place, name)
+            for place, name in places:
+                delattr(place, name)
             is_updated.wait(LIMIT)
             raise KeyboardInterrupt
 
-        setattr(place, name, interrupted)
+        for place, name in places:
+            setattr(place, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             push(trainer, p)
         for go_on in (trainer.step, trainer.set_data):
