@@ -306,6 +306,7 @@ def _parameter_problems(saved: SavedParameter, spec: TensorSpec) -> Iterator[str
     )
     their_form, our_form = forms
     if their_form != our_form:
+        our_form = our_form if saved.hash_table or spec.hash_table else our_form.removeprefix("has shape ")
         yield f"{spec.key!r} {their_form} in the file and {our_form} here"
     if saved.hash_table is None or spec.hash_table is None:
         return
