@@ -11,21 +11,22 @@ Invariants:
 - Nothing sees a message that is unread. Before the engine handles anything else it reads those first (`Engine.handle`,
   `tick`, `stop`, `abandon`): they take the general path in the order in which they have come. A round in which only
   some messages fit is a general one.
-- `is_usable` is the guard of all that a round depends on beside its messages.
+- `CapturedBatch.finish` has the guard of all that a round depends on beside its messages.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kvstore_server.engine.namespace import Namespace, TableBatch
+from kvstore_server.engine.namespace import BatchUpdate, Namespace, TableBatch
 from kvstore_server.engine.rounds import Ints, Waiter
-from kvstore_server.errors import ProtocolError
+from kvstore_server.errors import KVStoreError, ProtocolError
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -36,12 +37,15 @@ from kvstore_server.protocol.frames import (
     encode_frames_and_payloads,
 )
 from kvstore_server.shard.reduction import RankContribution, Run
-from kvstore_server.shard.storage import Hypers
+
+_log = logging.getLogger(__name__)
 
 MAX_CAPTURED = 64
 """How many rounds of different tables are kept."""
 _COUNTS, _FIRST_SLOT = slice(32, 48), slice(72, 80)
 """The bytes of a contribution's first frame with the numbers of slices and commits, and with the first slice."""
+_FIXED_OF_PUSH, _FIXED_OF_COMMIT = [0, 2, 3], [0, 2, 3, 5]
+"""The columns that are the same in each round."""
 _NO_PUSHES, _NO_COMMITS = m.matrix((), m.PUSH_WORDS), m.matrix((), m.COMMIT_WORDS)
 
 Key = tuple[bytes, bytes, bytes]
@@ -81,16 +85,6 @@ def _is_special(body: m.Contribute) -> bool:
     return bool(body.encoding or body.absent or body.view >= 0)
 
 
-class BatchUpdate(NamedTuple):
-    """How some tables were updated together."""
-
-    optimizer: Optimizer | None
-    hypers: Sequence[Hypers]
-    """The options of each table, as the shard takes them."""
-    packed: Sequence[bytes]
-    """The same, as they were sent."""
-
-
 class CapturedMessage:
     """What a rank sends in each round, and its message of the open round, unread."""
 
@@ -100,10 +94,9 @@ class CapturedMessage:
         frames, _ = encode_frames_and_payloads(noted.request)
         self._template, self._nbytes = ContributeTemplate(frames[0]), noted.nbytes
         self.key = key_of(noted.peer, frames)
-        self.flags = int(body.commits[0, 5])
+        self.flags, self._timeout = int(body.commits[0, 5]), body.timeout
         # 1. Which rounds its numbers are of.
         slots = body.pushes[:, 0]
-        self._numbers = space.rounds.shared.numbers
         self.tables: Ints = body.commits[:, 0]
         self._push_tables = space.rounds.slots.table[slots]
         # 2. Where in the payload the gradients of neighbouring slices are.
@@ -122,6 +115,16 @@ class CapturedMessage:
         self.frames: Sequence[Frame] | None = None
         self.number = 0
         self.since = 0.0
+
+    def is_of(self, noted: Noted) -> bool:
+        """Return whether a message of the rank that took the general path was like those that are taken here."""
+        body: Any = noted.request.body
+        return (
+            (noted.peer, noted.request.session, noted.nbytes) == (self.peer, self.session, self._nbytes)
+            and body.timeout == self._timeout
+            and np.array_equal(body.pushes[:, _FIXED_OF_PUSH], self._template.pushes[:, _FIXED_OF_PUSH])
+            and np.array_equal(body.commits[:, _FIXED_OF_COMMIT], self._template.commits[:, _FIXED_OF_COMMIT])
+        )
 
     def take(self, frames: Sequence[Frame], rounds: Ints, now: float) -> bool:
         """Keep a message if it is the one of these rounds; return whether it is.
@@ -201,7 +204,7 @@ class CapturedBatch:
         """In the order in which they have come."""
         self._options, self._num_tables = space.num_option_changes, len(space.tables)
 
-    def take_options(self) -> None:
+    def _take_options(self) -> None:
         """Use the options that have come with the messages, and keep what successors get.
 
         Raises KVStoreError as the general path does, which takes the same messages once more.
@@ -226,13 +229,59 @@ class CapturedBatch:
         space.num_option_changes += 1
         self.update, self._options = BatchUpdate(optimizer, hypers, packed), space.num_option_changes
 
-    def clear(self) -> None:
-        """Forget the messages of the open round."""
+    def is_of(self, noted: Mapping[int, Noted], update: BatchUpdate) -> bool:
+        """Return whether a round that took the general path was like this one."""
+        return (
+            self._options == self.space.num_option_changes
+            and update.optimizer is self.update.optimizer
+            and all([one.rank in noted and one.is_of(noted[one.rank]) for one in self.messages])
+        )
+
+    def finish(self) -> list[m.Outgoing] | None:
+        """Apply the round, whose messages are all here, and return the answers.
+
+        Returns None if the general path has to take the messages: nothing has changed, or the tables are broken.
+        """
+        if not self._is_usable():
+            return None
+        space, batch, shared = self.space, self.batch, self.space.rounds.shared
+        # 1. Sum and update.
+        try:
+            self._take_options()
+            contributions = [one.contribution(self.update.optimizer) for one in self.messages]
+            space.update_tables(batch, contributions, self.update)
+        except KVStoreError:
+            return None
+        except Exception as error:
+            _log.exception("the update of %d tables failed", len(batch.tables))
+            for table in batch.tables:
+                table.break_off(error)
+            return None
+        # 2. Go to the next round, as `Engine` does after a general one.
+        for one in self.messages:
+            for number, nbytes in one.received:
+                space.tables[number].bytes_in += nbytes
+        space.messages_in += len(self.messages)
+        since = {one.rank: one.since for one in self.messages}
+        asked = [(one.rank, one.flags, Waiter(one.peer, one.number)) for one in self.messages]
+        self._clear()
+        space.note_tables(batch.number_list)
+        space.shard.storage.end_change(batch.all_slots)
+        shared.advance(batch.numbers, since)
+        return space.answer_plainly(batch, asked)
+
+    def take_unread(self) -> list[tuple[CapturedMessage, tuple[Waiter, m.Contribute]]]:
+        """Return the messages that have come, decoded, in their order, and forget them."""
+        found = [(one, one.decoded()) for one in self.unread]
+        self._clear()
+        return found
+
+    def _clear(self) -> None:
         self.unread.clear()
         for one in self.messages:
             one.frames = None
 
-    def is_usable(self) -> bool:
+    def _is_usable(self) -> bool:
         """Return whether tables, options and the job are as they were, and no rank has given anything else."""
         space, shared = self.space, self.space.rounds.shared
         numbers = self.batch.numbers
@@ -242,15 +291,12 @@ class CapturedBatch:
             and not (space.absent or space.recording.active or space.waits.all or space.rounds.pipelined)
             and not (space.shard.undos or space.shard.keeps_undos)
             and len(shared.inputs) <= len(self.messages) == shared.num_members
-            and not any(
-                [
-                    inputs.sums[numbers].any() or inputs.partial or inputs.intents
-                    for inputs in shared.inputs.values()
-                ]
-            )
+            and not any([
+                inputs.sums[numbers].any() or inputs.partial or inputs.intents for inputs in shared.inputs.values()
+            ])
             and not shared.num_committed[numbers].any()
             and all([table.held is None and table.conflict is None for table in self.batch.tables])
-        )
+        )  # fmt: skip
 
 
 class Captures:
@@ -282,6 +328,9 @@ class Captures:
         place = space.name, batch.numbers.tobytes()
         noted = self._noted.pop(place, {})
         ranks, optimizer = space.rounds.shared.members, update.optimizer
+        former = self._rounds.get(place)
+        if former is not None and former.is_of(noted, update):
+            return  # only another message, or a tick, has come between its messages
         if optimizer is not None and (optimizer.may_raise or optimizer.lr_scheduler is not None):
             return
         for rank in ranks:

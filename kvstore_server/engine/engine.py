@@ -35,7 +35,7 @@ from kvstore_server.debug_log import Peer
 from kvstore_server.durable.snapshot_folder import SnapshotName, StoredSnapshot
 from kvstore_server.durable.spill_folder import SpillFolder
 from kvstore_server.engine import pipelined
-from kvstore_server.engine.captured import BatchUpdate, CapturedBatch, Captures
+from kvstore_server.engine.captured import Captures
 from kvstore_server.engine.cut import StoredSpace, read_spaces, restore_space
 from kvstore_server.engine.durability import Durability, Head
 from kvstore_server.engine.elastic import (
@@ -52,7 +52,7 @@ from kvstore_server.engine.elastic import (
 from kvstore_server.engine.facts import FRESH, MAX_JOBS, read_report
 from kvstore_server.engine.image import members_of_image
 from kvstore_server.engine.membership import RankSession, Sessions, random_token
-from kvstore_server.engine.namespace import EngineConfig, Lineage, Namespace, TableBatch
+from kvstore_server.engine.namespace import BatchUpdate, EngineConfig, Lineage, Namespace, TableBatch
 from kvstore_server.engine.regrouping import regroup
 from kvstore_server.engine.rounds import (
     CommitStatus,
@@ -85,14 +85,12 @@ from kvstore_server.errors import (
     to_wire,
 )
 from kvstore_server.failpoints import failpoint
-from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.processes import FINAL_MESSAGE_TIME, Processes, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import Frame
 from kvstore_server.shard.norms import Decision
-from kvstore_server.shard.reduction import RankContribution
 from kvstore_server.shard.shard import Leases, Partial, Updater
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, answer_and_record
 
@@ -304,6 +302,7 @@ class Engine:
         Returns the messages to send: replies to this request, and to others that it completes. An error of the request
         is a reply as well; it is never raised.
         """
+        # A sign of life does not depend on what is unread.
         out = [] if isinstance(request.body, m.Heartbeat) else self._read_unread()
         out += self._handle(peer, request, now)
         if self._durability is not None:
@@ -330,82 +329,31 @@ class Engine:
             message.frames = None
             return None
         session.last_heard, session.peer = now, peer
-        space.messages_in += 1
         round_.unread.append(message)
         if round_ not in captures.unread:
             captures.unread.append(round_)
         # 2. Those of all ranks are here.
-        out: list[m.Outgoing] = []
-        if len(round_.unread) == len(round_.messages):
-            is_usable = round_.is_usable() and space.name not in self.updaters
-            try:
-                out = self._finish_captured(round_) if is_usable else self._read_unread()
-            except Exception as error:
-                _log.exception("a captured round failed")
-                out = [_make_failed(Waiter(peer, message.number), self._internal_error(error))]
-            except BaseException:
-                self.is_inconsistent = True
-                raise
-            if self._durability is not None:
-                self._durability.commit(self.namespaces, self._sessions, self._finished)
-        return out
-
-    def _finish_captured(self, round_: CapturedBatch) -> list[m.Outgoing]:
-        """Apply a captured round, and answer all ranks. What it changes is what `_finish` changes."""
-        assert self.captures is not None
-        space, batch, shared = round_.space, round_.batch, round_.space.rounds.shared
+        if len(round_.unread) < len(round_.messages):
+            return []
         try:
-            round_.take_options()
-        except KVStoreError:
-            return self._read_unread()
-        update = round_.update
-        try:
-            contributions = [one.contribution(update.optimizer) for one in round_.messages]
-            _update_together(space, contributions, batch, update.optimizer, update.hypers)
-        except Exception as error:
-            return self._fail_captured(round_, error)
-        self.captures.unread.remove(round_)
-        since = {one.rank: one.since for one in round_.messages}
-        waiters = [(one.rank, one.flags, Waiter(one.peer, one.number)) for one in round_.messages]
-        for one in round_.messages:
-            for number, nbytes in one.received:
-                space.tables[number].bytes_in += nbytes
-        round_.clear()
-        end = None
-        for table, hyper in zip(batch.tables, update.packed, strict=True):
-            end = table.changed(hyper, end)
-        space.note_tables(batch.number_list)
-        space.shard.storage.end_change(batch.all_slots)
-        shared.advance(batch.numbers, since)
-        return _answer_plain(space, batch, waiters)
-
-    def _fail_captured(self, round_: CapturedBatch, error: Exception) -> list[m.Outgoing]:
-        """End a captured round whose update has failed, as `_apply_batch` ends one."""
-        space, out = round_.space, list[m.Outgoing]()
-        _log.exception("the update of %d tables failed", len(round_.batch.tables))
-        # The tracker says who is to be told.
-        for one in round_.messages:
-            waiter, body = one.decoded()
-            space.push(one.rank, body)
-            space.rounds.shared.commit(one.rank, body.commits, body, waiter, one.since)
-        assert self.captures is not None
-        self.captures.unread.remove(round_)
-        round_.clear()
-        for table in round_.batch.tables:
-            told = error if isinstance(error, KVStoreError) else table.break_off(error)
-            out += self._fail(space, space.rounds.shared, table, told)
+            out = None if space.name in self.updaters else round_.finish()
+        except BaseException:
+            self.is_inconsistent = True
+            raise
+        if out is None:
+            out = self._read_unread()
+        else:
+            captures.unread.remove(round_)
+        if self._durability is not None:
+            self._durability.commit(self.namespaces, self._sessions, self._finished)
         return out
 
     def _read_unread(self) -> list[m.Outgoing]:
         """Handle on the general path what was kept unread."""
         out: list[m.Outgoing] = []
         while self.captures is not None and self.captures.unread:
-            round_ = self.captures.unread.pop()
-            unread = [(one, one.decoded()) for one in round_.unread]
-            round_.clear()
-            for one, (waiter, body) in unread:
+            for one, (waiter, body) in self.captures.unread.pop().take_unread():
                 request = m.Request(self.config.run_id, one.session, waiter.number, body)
-                round_.space.messages_in -= 1
                 out += self._handle(one.peer, request, one.since)
         return out
 
@@ -815,9 +763,8 @@ class Engine:
         # 4. Reply. Ranks that want the same weights of the same tables share one message body.
         if space.views is not None and len(ended.numbers):
             out += self._changes.end_round(space, [answer.waiter for answer in answers])
-        out += _answer_plain(
-            space, ended, [(one.rank, one.flags, one.waiter) for one in answers if one.flags]
-        )
+        asked = [(one.rank, one.flags, one.waiter) for one in answers if one.flags]
+        out += space.answer_plainly(ended, asked)
         for rank, waiter, flags, commits, timeout in answers:
             if flags is None:
                 out += _answer_commits(
@@ -905,7 +852,8 @@ class Engine:
                 space.contribution(one.commit_infos[first], optimizer, one.runs(batch.all_slots))
                 for one in ranks
             ]
-            _update_together(space, contributions, batch, optimizer, hypers)
+            update = BatchUpdate(optimizer, hypers, packed)
+            space.update_tables(batch, contributions, update)
         except KVStoreError as error:  # nothing has changed
             for table in batch.tables:
                 out += self._fail(space, tracker, table, error)
@@ -915,12 +863,8 @@ class Engine:
             for table in batch.tables:
                 out += self._fail(space, tracker, table, table.break_off(error))
             return None, others, None
-        # 4. Record the new versions. Tables with equal ends share one object.
-        end = None
-        for table, hyper in zip(batch.tables, packed, strict=True):
-            end = table.changed(hyper, end)
         is_whole = not others and len(batch.tables) == num_tables
-        return batch, others, BatchUpdate(optimizer, hypers, packed) if is_whole else None
+        return batch, others, update if is_whole else None
 
     def _apply(
         self, space: Namespace, tracker: RoundTracker, table: Table, decision: Decision | None
@@ -1719,35 +1663,6 @@ class Engine:
 
     def _leave_rounds(self, sender: Sender, body: m.LeaveRounds) -> list[m.Outgoing]:
         return self._changes.leave(sender.space, sender.rank, body.table) + _make_status(sender)
-
-
-def _update_together(
-    space: Namespace,
-    contributions: Sequence[RankContribution],
-    batch: TableBatch,
-    optimizer: Optimizer | None,
-    hypers: Sequence[Sequence[Mapping[str, Any]]],
-) -> None:
-    if optimizer is None:
-        space.shard.assign_sum(contributions)
-    else:
-        space.shard.update(contributions, optimizer, hypers, [table.unit for table in batch.tables])
-
-
-def _answer_plain(
-    space: Namespace, batch: TableBatch, asked: Sequence[tuple[int, int | None, Waiter]]
-) -> list[m.Outgoing]:
-    """Return the new weights of some tables for ranks, given as (rank, flags, waiter); equal ones share a message."""
-    weights: dict[int | None, m.Weights] = {}
-    for _, flags, _ in asked:
-        if flags not in weights:
-            ranks = [rank for rank, own, _ in asked if own == flags]
-            if flags == m.WANTS_WEIGHTS:
-                weights[flags] = space.weights(batch, *ranks)
-            else:
-                are_known = bool(flags and flags & m.LOCATIONS_CACHED)
-                weights[flags] = space.weights_to_map(batch, len(ranks), are_known)
-    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[flags])) for _, flags, waiter in asked]
 
 
 def _list_answers(

@@ -50,6 +50,7 @@ from kvstore_server.engine.rounds import (
     NamespaceRounds,
     Piece,
     RoundTracker,
+    Waiter,
 )
 from kvstore_server.engine.table import ALL, RankCommit, RowPart, Table
 from kvstore_server.engine.views import Views
@@ -81,6 +82,7 @@ from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.protocol.rows import PACKED_ROWS, read_payload
 from kvstore_server.shard.reduction import NO_KEYS, RankContribution, Run, part_of
 from kvstore_server.shard.shard import Leases, Shard
+from kvstore_server.shard.storage import Hypers
 from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
@@ -144,6 +146,16 @@ class SliceLocations(NamedTuple):
     """The positions of slices whose size or dtype is not that of their slot."""
     received: list[tuple[int, int]]
     """(table number, bytes received for that table)."""
+
+
+class BatchUpdate(NamedTuple):
+    """How some tables are updated together."""
+
+    optimizer: Optimizer | None
+    hypers: Sequence[Hypers]
+    """The options of each table, as the shard takes them."""
+    packed: Sequence[bytes]
+    """The same, as they were sent."""
 
 
 class TableBatch(NamedTuple):
@@ -884,6 +896,35 @@ class Namespace:
             runs.append(Run(first, end, source))
         plain = RankContribution(runs, scale, absent)
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
+
+    def update_tables(
+        self, batch: TableBatch, contributions: Sequence[RankContribution], update: BatchUpdate
+    ) -> None:
+        """Sum and update some tables in one call, and count the round of each. Raises as the shard does."""
+        if update.optimizer is None:
+            self.shard.assign_sum(contributions)
+        else:
+            units = [table.unit for table in batch.tables]
+            self.shard.update(contributions, update.optimizer, update.hypers, units)
+        end = None
+        for table, hyper in zip(batch.tables, update.packed, strict=True):
+            end = table.changed(hyper, end)  # tables with equal ends share one object
+
+    def answer_plainly(self, batch: TableBatch, asked: Sequence[tuple[int, int, Waiter]]) -> list[m.Outgoing]:
+        """Return the new weights of some tables for ranks, given as (rank, flags, waiter).
+
+        Those with equal flags share a message.
+        """
+        weights: dict[int, m.Weights] = {}
+        for _, flags, _ in asked:
+            if flags not in weights:
+                ranks = [rank for rank, own, _ in asked if own == flags]
+                if flags == m.WANTS_WEIGHTS:
+                    weights[flags] = self.weights(batch, *ranks)
+                else:
+                    are_known = bool(flags & m.LOCATIONS_CACHED)
+                    weights[flags] = self.weights_to_map(batch, len(ranks), are_known)
+        return [m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[flags])) for _, flags, waiter in asked]
 
     def weights(self, batch: TableBatch, *ranks: int, half: bool = False, is_pull: bool = False) -> m.Weights:
         """Return the current weights of some tables, except row-sparse ones, for some ranks; not copies.
