@@ -75,6 +75,8 @@ class CapturedRound:
         tables: Tables,
     ) -> None:
         self._session, self._tables = session, tables
+        self.is_used = False
+        """Whether a later round was like this one."""
         # 1. What the guard compares.
         self._layouts = layouts
         self._num_reconnects = session.num_reconnects
@@ -195,6 +197,7 @@ class CapturedRound:
             self._sink.commit()
         failpoint("worker.round.written")
         self._tables.round[self._index] += 1
+        self.is_used = True
         self.answers.clear()  # the server may use their memory again
         return True
 

@@ -83,6 +83,8 @@ class Rounds:
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
         self._captured: dict[tuple[int, ...], CapturedRound] = {}
         """Tables, as above → what their last round was like."""
+        self._backoffs: dict[tuple[int, ...], StallBackoff] = {}
+        """Tables, as above → which rounds are not captured, because former ones were of no use."""
         self.num_captured = 0
         """How many rounds were sent as captured."""
         session.on_reconnect.append(self._resend_after_restart)
@@ -120,6 +122,7 @@ class Rounds:
         # 3. What else happens is for the general path. A round that is only late may be like the next one.
         if not captured.is_late:
             del self._captured[key]
+            self._backoffs[key].fail()
         round_ = self.start(contribution, handed_over=captured)
         if error is not None:
             self._end(round_, error)
@@ -132,11 +135,24 @@ class Rounds:
         return not (self.open or self.tables.broken or (self._eager_pushes and key[0] in self._eager_pushes))
 
     def _capture(self, key: tuple[int, ...], contribution: Contribution) -> None:
-        """Capture a round that has just ended, if it can be: the next one is probably like it."""
-        self._captured.pop(key, None)
-        layouts = self._layouts.get(key)
-        if layouts and self._is_idle(key) and CapturedRound.can_capture(contribution, layouts, self._session):
-            self._captured[key] = CapturedRound(contribution, layouts, self._session, self.tables)
+        """Capture a round that has just ended, if it can be: the next one is probably like it.
+
+        What was captured before stays if this one cannot be. If that was never used, rounds alternate, and some are
+        not captured.
+        """
+        layouts, former = self._layouts.get(key), self._captured.get(key)
+        if not layouts or not self._is_idle(key):
+            return
+        if not CapturedRound.can_capture(contribution, layouts, self._session):
+            return
+        backoff = self._backoffs.setdefault(key, StallBackoff())
+        if backoff.take_skip():
+            return
+        if former is not None and former.is_used:
+            backoff.reset()
+        elif former is not None:
+            backoff.fail()
+        self._captured[key] = CapturedRound(contribution, layouts, self._session, self.tables)
 
     def start(
         self,
@@ -399,6 +415,7 @@ class Rounds:
         for key in [key for key in self._layouts if table.index in key]:
             del self._layouts[key]
             self._captured.pop(key, None)
+            self._backoffs.pop(key, None)
         eager = self._eager_pushes.pop(table.index, None)
         for request in (
             () if eager is None or eager.speculative is None else eager.speculative.server_requests

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,6 @@ class CapturedCall:
     def __init__(self, keys: Sequence[Key], entries: Sequence[ValueEntry]) -> None:
         self._keys = list(keys)
         self.tables = [entry.table for entry in entries]
-        self.index = np.array([table.index for table in self.tables], np.int64)
         self._dtypes = [entry.spec.dtype for entry in entries]
         self._kinds = [(entry.dtype, torch.strided, True, False, entry.spec.shape) for entry in entries]
         self._are_flat = all([len(entry.spec.shape) == 1 for entry in entries])

@@ -572,11 +572,15 @@ class KVStoreVerbs(KVStoreBase):
             ConfigurationError: The optimizer, or its absence, does not suit the keys. Nothing has been sent.
         """
         client, optimizer, by_rows = self._client, self._optimizer, []
+        # 0. The same keys as in the last call, with plain tensors.
         call = self._captured_call
-        if call is not None and not self._given and call.has(key):
-            given_again, wanted = call.arenas(value), call.arenas(out)
-            if given_again is not None and wanted is not None:
-                self._contribute_again(call, given_again, wanted, priority)
+        if call is not None and call.has(key) and not self._given and self._replicas is None:
+            values, outs = call.arenas(value), call.arenas(out)
+            if values is not None and outs is not None:
+                if optimizer is not None:
+                    self._send_optimizer(optimizer)
+                self._give(Contribution(call.tables, values, outs, priority=priority), client.rounds.run)
+                self._given = []
                 return
         # 1. Look up the keys and check all arguments, before anything is sent.
         try:
@@ -614,62 +618,49 @@ class KVStoreVerbs(KVStoreBase):
                 "set_optimizer on every worker before the first push"
             )
         # 4. Sum the replicas of each key: to flat memory, or to rows.
-        values: list[Mapping[str, Tensor]] = []
+        merged: list[Mapping[str, Tensor]] = []
         rows: dict[tuple[int, int], RowSet] = {}
         for at, (entry, first) in enumerate(zip(entries, given.first, strict=True)):
             # Memory of the caller may be passed on only if this call waits until the round has ended.
-            merged = self._merge(entry, first, given.others.get(at, ()), is_borrowed=arenas is not None)
-            if isinstance(merged, RowSet):
-                rows[at, 0] = merged
-                values.append({})
+            total = self._merge(entry, first, given.others.get(at, ()), is_borrowed=arenas is not None)
+            if isinstance(total, RowSet):
+                rows[at, 0] = total
+                merged.append({})
             else:
-                values.append({entry.spec.dtype: merged})
-        # 5. Finish earlier pushes of the same keys, then start the round, and wait if its result is needed here.
-        tables = [entry.table for entry in entries]
-        for table in tables if client.rounds.open else ():
-            client.rounds.wait_pending(table)
-        number_of = client.rounds.tables.round.item
-        self._given = [(table, number_of(table.index)) for table in tables]
-        try:
-            contribution = Contribution(tables, values, arenas, rows=rows, priority=priority)
-            if self._engine is None and arenas is None:
-                client.rounds.start(contribution)
-            elif self._replicas is None:
-                client.rounds.run(contribution)
-                is_plain = (
-                    self._engine is None and type(key) is list and len(key) == len(entries) and not rows
-                )
-                self._captured_call = CapturedCall(key, entries) if is_plain else None
-            else:
-                self._wait(client.rounds.start(contribution), entries)
-        except Exception:
-            # The error tells the loop that this push failed, so there is no interrupted push to report.
-            self._given = []
-            raise
+                merged.append({entry.spec.dtype: total})
+        # 5. Start the round, and wait if its result is needed here.
+        contribution = Contribution(
+            [entry.table for entry in entries], merged, arenas, rows=rows, priority=priority
+        )
+        is_waited = self._engine is not None or arenas is not None
+        if is_waited and self._replicas is None:
+            self._give(contribution, client.rounds.run)
+            is_plain = self._engine is None and type(key) is list and len(key) == len(entries) and not rows
+            self._captured_call = CapturedCall(key, entries) if is_plain else None
+        elif is_waited:
+            self._give(contribution, lambda one: self._wait(client.rounds.start(one), entries))
+        else:
+            self._give(contribution, client.rounds.start)
         for target, flat in others:
             target.copy_(flat.view(target.shape))
         self._given = []
 
-    def _contribute_again(
-        self,
-        call: CapturedCall,
-        values: Sequence[Mapping[str, Tensor]],
-        outs: Sequence[Mapping[str, Tensor]],
-        priority: int,
-    ) -> None:
-        """Contribute to keys for which the last call was made, and write the new values; blocks."""
-        if self._optimizer is not None:
-            self._send_optimizer(self._optimizer)
-        rounds = self._client.rounds
-        for table in call.tables if rounds.open else ():
+    def _give(self, contribution: Contribution, run: Callable[[Contribution], object]) -> None:
+        """Finish earlier pushes of the same keys, then run a round.
+
+        If that is interrupted, `_given` says what was given; the caller resets it when all is done.
+        """
+        rounds, tables = self._client.rounds, contribution.tables
+        for table in tables if rounds.open else ():
             rounds.wait_pending(table)
-        self._given = list(zip(call.tables, rounds.tables.round[call.index].tolist(), strict=True))
+        numbers = rounds.tables.round[[table.index for table in tables]].tolist()
+        self._given = list(zip(tables, numbers, strict=True))
         try:
-            rounds.run(Contribution(call.tables, values, outs, priority=priority))
+            run(contribution)
         except Exception:
+            # The error tells the loop that this push failed, so there is no interrupted push to report.
             self._given = []
             raise
-        self._given = []
 
     def _wait(self, round_: Round, entries: Sequence[ValueEntry]) -> None:
         """Wait for a round. Residuals of the keys that were applied are committed."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
+from kvtrainer.client import rounds
+from kvtrainer.client.captured import CapturedRound
 from kvtrainer.errors import KVStoreError, ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.processes import (
@@ -114,7 +116,8 @@ def test_a_step_without_some_gradients_is_not_captured(jobs: Servers, members: M
         trainer.step(1, ignore_stale_grad=True)
         counts.append(num_captured(trainer))
     assert [weights[0].tolist(), weights[1].tolist()] == [[-8.0] * 4, [-7.0] * 4]
-    assert (counts[4], counts[5], counts[7]) == (counts[3], counts[3], counts[3] + 2)
+    # What was captured is of use again afterwards.
+    assert (counts[4], counts[5], counts[7]) == (counts[3], counts[3] + 1, counts[3] + 3)
 
 
 def test_captured_verbs_return_the_sums(jobs: Servers) -> None:
@@ -236,3 +239,27 @@ def test_an_interrupt_in_a_captured_step_has_the_effect_that_it_has_on_the_gener
     captured = after_an_interrupt(jobs, members, monkeypatch)
     monkeypatch.setenv("KVSTORE_CAPTURE", "0")
     assert after_an_interrupt(jobs, members, monkeypatch) == captured
+
+
+def test_rounds_that_never_fit_are_captured_less_and_less_often(
+    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Counted(CapturedRound):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+        def fits(self, *_: Any) -> bool:
+            return False
+
+    monkeypatch.setattr(rounds, "CapturedRound", Counted)
+    weight = Parameter(torch.zeros(16))
+    store = members.join(jobs.of(1), 0, 1, new_name())
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    for _ in range(20):
+        weight.grad = torch.ones(16)
+        trainer.step(1)
+    assert weight.tolist() == [-20.0] * 16
+    assert len(made) == 5  # after the rounds 1, 2, 4, 7 and 12: each skips twice as many as the one before
