@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -561,18 +563,25 @@ MISHAPS = [(0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.1, 0.01, 0.0), (0.1, 0.01, 0.02)
 """How often a message is lost, a process dies in a turn, and a server is killed in a turn."""
 
 
-def run(seeds: range, loses: float, dies: float, restarts: float, backup: int = 0) -> int:
-    """Run some schedules; returns how often workers were left out of a round."""
-    missed = 0
+Played = TypeVar("Played", bound=Simulation)
+
+
+def play(seeds: range, make: Callable[[int], Played]) -> Iterator[Played]:
+    """Run a schedule for each seed."""
     for seed in seeds:
         try:
             with tiny_slices():
-                simulation = Simulation(seed, loses, dies, restarts, backup)
+                simulation = make(seed)
                 simulation.run()
-            missed += simulation.missed
         except BaseException as error:
-            raise AssertionError(f"Simulation({seed}, {loses}, {dies}, {restarts}, {backup})") from error
-    return missed
+            raise AssertionError(f"{make} with seed {seed}") from error
+        yield simulation
+
+
+def run(seeds: range, loses: float, dies: float, restarts: float, backup: int = 0) -> int:
+    """Run some schedules; returns how often workers were left out of a round."""
+    make = partial(Simulation, loses=loses, dies=dies, restarts=restarts, backup=backup)
+    return sum([one.missed for one in play(seeds, make)])
 
 
 @pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
@@ -596,16 +605,8 @@ def test_rounds_end_on_all_servers_although_those_that_count_have_died(seed: int
 
 def run_losing(seeds: range, loses: float, dies: float, restarts: float) -> int:
     """Run some schedules in which everything is lost; returns how many jobs went back."""
-    went_back = 0
-    for seed in seeds:
-        try:
-            with tiny_slices():
-                simulation = LosingSimulation(seed, loses, dies, restarts)
-                simulation.run()
-            went_back += simulation.back_to > 0
-        except BaseException as error:
-            raise AssertionError(f"LosingSimulation({seed}, {loses}, {dies}, {restarts})") from error
-    return went_back
+    make = partial(LosingSimulation, loses=loses, dies=dies, restarts=restarts)
+    return sum([one.back_to > 0 for one in play(seeds, make)])
 
 
 @pytest.mark.parametrize(("loses", "dies", "restarts"), MISHAPS)
