@@ -612,9 +612,9 @@ class HashTable:
         self._momentum[0], self._head[_SINCE] = mu, self.step
 
     def _move_all_rows(self) -> None:
-        """Move all rows as momentum has since they were trained last."""
-        if not self._momentum[0]:
-            return
+        """Change all rows as the rounds have since they were trained last."""
+        if not _is_array(self.values.get(_BUFFER)):
+            return  # nothing has a momentum yet
         live = self.slots.live()
         for first in range(0, len(live), _BLOCK):
             slots = live[first : first + _BLOCK]

@@ -239,6 +239,18 @@ def test_rows_come_and_go_as_in_a_dictionary_wherever_they_are_moved(
         assert list(stats.hottest) == [(row, -count) for count, row in most]
 
 
+def test_momentum_that_is_switched_off_and_on_moves_rows_by_what_they_have_decayed_since() -> None:
+    options, (rare, often) = HashTableOptions(weight_decay=0.001), CROWDED[:2]
+    table = HashTable("t", 1, "float64", options, room=64)
+    model = Model(options, dict(zip(CROWDED, read(table, CROWDED)[:, 0].tolist(), strict=True)))
+    for ids, mu, rounds in [([rare, often], 0.9, 1), ([often], 0.0, 50), ([often], 0.9, 3)]:
+        made = optimizer_and_options("sgd", {"learning_rate": 1.0, "momentum": mu})
+        for _ in range(rounds):
+            update(table, ids, torch.ones(len(ids), 1, dtype=torch.float64), made, [1] * len(ids))
+            model.update(dict.fromkeys(ids, 1.0), dict.fromkeys(ids, 1), mu)
+    assert read(table, [rare]).item() == pytest.approx(model.read(rare), abs=1e-12)
+
+
 def moved(table: HashTable) -> HashTable:
     """Another table with the same rows, which came there slice by slice, the last one first."""
     made = HashTable(table.name, table.width, _dtype_of(table), table.options, room=table.room)
