@@ -257,9 +257,9 @@ class Namespace:
         self.lineage = Lineage()
         """From what its job has continued on this server."""
         self._dtypes: list[torch.dtype] = []
+        """The dtype of each slot."""
         self.num_option_changes = 0
         """How often the optimizer, or what a rank has sent of its options, has changed."""
-        """The dtype of each slot."""
         self._is_resident: list[bool] = []
         """For each slot, whether workers hold a copy of it."""
         self._batches = BoundedCache[TableBatch](self.rounds.slots)
@@ -458,12 +458,13 @@ class Namespace:
         )
 
     def have_members_finished(self, lost: Collection[int] = ()) -> bool:
-        """Return whether all members, except for lost ones, have left because they were done.
+        """Return whether all members, except for lost ones, have left because they were done, and there are any.
 
         If members may change, these are the present ones.
         """
         members = range(self.membership.num_workers) if self.views is None else self.views.current.ranks
-        return bool(members) and self.membership.finished.union(lost).issuperset(members)
+        others = set(members).difference(lost)
+        return bool(others) and self.membership.finished.issuperset(others)
 
     def _check_same_delta_codec(self, table: Table, register: m.Register, rank: int) -> None:
         own = None if table.deltas is None else table.deltas.codec

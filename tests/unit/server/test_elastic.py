@@ -14,7 +14,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from tests.sim.schedule import Adding
 from tests.sim.workers import packed, tiny_slices
-from tests.support.engines import EngineJob
+from tests.support.engines import DEAD_AFTER, EngineJob
 
 VIEW: dict[str, Any] = {"view": 0, "members": (0, 1)}
 
@@ -223,3 +223,18 @@ def test_a_gradient_of_a_round_that_has_failed_before_it_counts_is_not_asked_for
     left_out = job.replies[1, 80][0]
     assert isinstance(left_out, m.LeftOut)
     assert (left_out.round, left_out.applied, left_out.closed_view) == (2, 0, -1)
+
+
+def test_a_job_whose_members_are_all_lost_has_not_finished_because_another_rank_gives_up() -> None:
+    """Its snapshots would be removed, and its next process be told that there is nothing to do."""
+    job = EngineJob(2, SYNCHRONOUS, first=False, initial_workers=1, min_workers=1)
+    job.tick(DEAD_AFTER + 1, alive=(1,))  # rank 0, the only member, is not heard of any more
+    job.leave(1, is_clean=True)
+    assert "j" not in job.engine._finished
+
+
+def test_a_job_has_finished_when_its_members_have_but_those_that_were_lost() -> None:
+    job = EngineJob(2, SYNCHRONOUS, first=False, initial_workers=2, min_workers=1)
+    job.tick(DEAD_AFTER + 1, alive=(1,))
+    job.leave(1, is_clean=True)
+    assert "j" in job.engine._finished
