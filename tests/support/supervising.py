@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import socket
@@ -15,8 +16,8 @@ from tests.support.limits import LIMIT
 from tests.support.processes import ROOT
 
 _START = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.execv(sys.argv[1], sys.argv[1:])"
-_READY, _SPARE = 100, 200
-"""Descriptors in the child: where it writes its address, and where others lie until they are in order."""
+_FIRST = 3
+"""The first descriptor that a server is passed."""
 
 
 class Supervisor:
@@ -48,14 +49,15 @@ class Supervisor:
         self._read_all()
         end, ready = os.pipe()
         kept = list(self.kept)
+        ready_fd = _FIRST + len(kept)
         told = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
 
         def put() -> None:
-            for at, fd in enumerate([ready, *(fd for _, fd in kept)]):
-                os.dup2(fd, _SPARE + at)
-            os.dup2(_SPARE, _READY, inheritable=True)
-            for at in range(len(kept)):
-                os.dup2(_SPARE + 1 + at, 3 + at, inheritable=True)
+            # Some may lie where others are to go.
+            passed = [*(fd for _, fd in kept), ready]
+            moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, ready_fd + 1) for fd in passed]
+            for target, fd in enumerate(moved, _FIRST):
+                os.dup2(fd, target, inheritable=True)
 
         server = [
             sys.executable,
@@ -64,7 +66,7 @@ class Supervisor:
             "--durability",
             "process",
             "--ready-fd",
-            str(_READY),
+            str(ready_fd),
             *flags,
         ]
         process = subprocess.Popen(
