@@ -273,7 +273,7 @@ def assert_changes_alike(job: Job, expected: Job) -> None:
     assert (job["digest"], job["options"]) == (expected["digest"], expected["options"])
 
 
-@pytest.mark.parametrize("point", ["server.journal.copied@1:9", "server.commit.logged@0:12"])
+@pytest.mark.parametrize("point", ["server.journal.copied@1:6", "server.commit.logged@0:12"])
 def test_a_server_and_a_worker_may_die_in_one_job(
     point: str, tmp_path: Path, undisturbed: Callable[..., Job]
 ) -> None:
