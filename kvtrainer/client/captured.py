@@ -79,7 +79,7 @@ class CapturedRound:
         """Whether a later round was like this one."""
         # 1. What the guard compares.
         self._layouts = layouts
-        self._num_reconnects = session.num_reconnects
+        self._num_reconnects, self._num_changes = session.num_reconnects, tables.num_changes
         self._mapped = [layout.mapped for layout in layouts]
         self._shared = list(map(id, contribution.shared_grads.values()))
         self._num_borrowed = len(contribution.borrowed)
@@ -136,6 +136,7 @@ class CapturedRound:
         return (
             layouts is self._layouts
             and self._session.num_reconnects == self._num_reconnects
+            and self._tables.num_changes == self._num_changes
             and self._session.is_quiet
             and contribution.values is not None
             and contribution.outs is not None
@@ -148,6 +149,13 @@ class CapturedRound:
 
     def run(self, contribution: Contribution) -> bool:
         """Send the round, wait for the answers, and write the weights; return whether it has ended."""
+        try:
+            return self._run(contribution)
+        finally:
+            for part in self._parts:
+                part.release()
+
+    def _run(self, contribution: Contribution) -> bool:
         session, parts = self._session, self._parts
         self.sent, self.answers, self.is_ending, self.is_late = {}, [], False, False
         failpoint("worker.round.begin")
@@ -178,7 +186,9 @@ class CapturedRound:
             now = session.clock()
             if got is None:
                 self.is_late = now - began >= PATIENCE
-                return False
+                if self.is_late or not all([session.transport.can_post(part.server) for part in parts]):
+                    return False
+                continue  # what came is not a message
             self.answers.append(got)
             server, frames = got
             number = number_of_message(frames[0])
@@ -309,6 +319,10 @@ class _ServerPart:
         self._answer = answer
         return answer
 
+    def release(self) -> None:
+        """Give the memory of the answer back to the server, once its frames are not needed any more."""
+        self._payload = b""
+
     def write(self, outs: Sequence[Arenas]) -> None:
         """Write the weights that have come, and store their versions."""
         tables, versions = self._tables, self._versions
@@ -319,7 +333,6 @@ class _ServerPart:
                 flat = torch.frombuffer(self._payload, dtype=dtype, count=sum(sizes), offset=begin)
                 sources += flat.split_with_sizes(sizes)[::2]
             torch._foreach_copy_(_parts_of(outs, self._pieces), sources)
-            self._payload = b""
         tables.version[self.server, self._index] = versions
 
 

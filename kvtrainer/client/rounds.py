@@ -20,6 +20,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -94,16 +95,17 @@ class Rounds:
 
         Rounds that repeat are captured.
         """
-        # 1. The general path.
+        # 1. The general path. A snapshot comes first, because servers may be restarted while it is taken.
         key = tuple([table.index for table in contribution.tables])
-        captured, layouts = self._captured.get(key), self._layouts.get(key)
-        if captured is None or not self._is_idle(key) or not captured.fits(contribution, layouts):
+        captured = self._captured.get(key)
+        if captured is not None and self.snapshots is not None and self._is_idle(key):
+            self._take_snapshot_if_due(self.snapshots, contribution.tables)
+        fits = captured is not None and captured.fits(contribution, self._layouts.get(key))
+        if captured is None or not fits or not self._is_idle(key):
             round_ = self.start(contribution)
             self.wait(round_)
             self._capture(key, contribution)
             return round_
-        if self.snapshots is not None:
-            self._take_snapshot_if_due(self.snapshots, contribution.tables)
         # 2. The captured one. A table whose round is neither open nor over refuses all calls.
         self.open.update(dict.fromkeys(key, captured.round))
         error: BaseException | None = None
@@ -113,22 +115,34 @@ class Rounds:
             if captured.is_ending:
                 raise  # its weights may be written in part: the next call is told
             has_ended, error = False, interruption
-        for index in key:
-            del self.open[index]
         self.num_captured += 1
         if has_ended:
-            failpoint("worker.round.end")
+            self._close(key)
             return captured.round
         # 3. What else happens is for the general path. A round that is only late may be like the next one.
+        for index in key:
+            del self.open[index]
         if not captured.is_late:
             del self._captured[key]
             self._backoffs[key].fail()
-        round_ = self.start(contribution, handed_over=captured)
         if error is not None:
-            self._end(round_, error)
-            raise error
+            self._abandon(contribution, captured, error)
+        round_ = self.start(contribution, handed_over=captured)
         self.wait(round_)
         return round_
+
+    def _close(self, tables: Iterable[int]) -> None:
+        """End the open round of tables (by index)."""
+        for index in tables:
+            del self.open[index]
+        failpoint("worker.round.end")
+
+    def _abandon(self, contribution: Contribution, captured: CapturedRound, error: BaseException) -> NoReturn:
+        """Give up a captured round that was interrupted, as the general path does, and raise the error."""
+        try:
+            self._end(self.start(contribution, handed_over=captured, is_given_up=True), error)
+        finally:
+            raise error
 
     def _is_idle(self, key: Sequence[int]) -> bool:
         """Return whether tables (by index) have no open round, and nothing was pushed for the next one."""
@@ -162,6 +176,7 @@ class Rounds:
         repeats_commit: bool = False,
         follows: int = -1,
         handed_over: CapturedRound | None = None,
+        is_given_up: bool = False,
     ) -> Round:
         """Send one round of some tables and return at once. Gradients must not change until `wait` returns.
 
@@ -174,6 +189,7 @@ class Rounds:
             repeats_commit: See `repeat_commit`.
             follows: See `follow`.
             handed_over: What has sent a part of the round, or all of it.
+            is_given_up: Nothing more is sent.
         """
         # 1. Wait for earlier rounds of these tables.
         session, tables = self._session, contribution.tables
@@ -213,8 +229,8 @@ class Rounds:
                 round_.encoded = encode_slices(contribution, round_.valid or ())
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 request = ServerRequest(layout, round_, self.tables)
-                sent = None if handed_over is None else handed_over.sent.get(layout)
-                request.number = session.next_number() if sent is None else sent
+                number = None if handed_over is None else handed_over.sent.get(layout)
+                request.number = session.next_number() if number is None else number
                 session.listen(request.number, partial(self._receive, round_, request))
                 if round_.follows:
                     request.commits[:, 1] = follows
@@ -230,17 +246,17 @@ class Rounds:
                 self._declare_intent(round_, eager)
             # 4. Send everything.
             round_.log("started")
+            sent = {} if handed_over is None else handed_over.sent
+            rest = [one for one in round_.open if one.layout not in sent] if not is_given_up else []
             if handed_over is None:
                 self._send_round(round_)
-                failpoint("worker.round.committed")
             else:
-                rest = [one for one in round_.open if one.layout not in handed_over.sent]
                 for request in rest:
                     self._send_again(round_, request, request.given)
-                if rest:
-                    failpoint("worker.round.committed")
-                while handed_over.answers:
-                    session.process(*handed_over.answers.pop(0))
+            if rest:
+                failpoint("worker.round.committed")
+            while handed_over is not None and handed_over.answers:
+                session.process(*handed_over.answers.pop(0))
         except BaseException as error:
             self._end(round_, error)
             raise
@@ -413,15 +429,17 @@ class Rounds:
 
     def forget(self, table: RemoteTable) -> None:
         for key in [key for key in self._layouts if table.index in key]:
-            del self._layouts[key]
-            self._captured.pop(key, None)
-            self._backoffs.pop(key, None)
+            self._forget_layouts(key)
         eager = self._eager_pushes.pop(table.index, None)
         for request in (
             () if eager is None or eager.speculative is None else eager.speculative.server_requests
         ):
             self._session.forget(request.number)
         self._prefetch.forget(table.index)
+
+    def _forget_layouts(self, key: tuple[int, ...]) -> None:
+        for kept in (self._layouts, self._captured, self._backoffs):
+            kept.pop(key, None)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
@@ -556,7 +574,7 @@ class Rounds:
     def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[ContributionLayout]:
         several = [known for known in self._layouts if len(known) > 1] if len(key) > 1 else []
         if len(several) == _LAYOUTS_KEPT:
-            del self._layouts[several[0]]
+            self._forget_layouts(several[0])
         every = [
             ContributionLayout(server, tables[first : first + _TABLES_PER_LAYOUT], first, self.tables)
             for first in range(0, len(tables), _TABLES_PER_LAYOUT)
@@ -948,9 +966,7 @@ class Rounds:
             awaits_restarts = error is None or isinstance(error, Exception)
             lost_tables = [table for table in tables if table.index in lost]
             self._give_up(round_, lost_tables, error, awaits_restarts)
-        for index in own_tables:  # last: one that is over and open was interrupted as it ended
-            del self.open[index]
-        failpoint("worker.round.end")
+        self._close(own_tables)  # last: one that is over and open was interrupted as it ended
 
     def _write_weights(self, round_: Round, not_applied: Collection[int]) -> None:
         """Write the weights of a round and store their versions; tables that were not applied keep the last ones."""

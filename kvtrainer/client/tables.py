@@ -220,8 +220,7 @@ class RemoteTable:
         self.name = name
         self.plan = plan
         self.index = index
-        self.compressor: Compressor | None = None
-        """How this rank's contributions are compressed; None if they are not."""
+        self._compressor: Compressor | None = None
         self.takes_half = False
         """Whether the weights here are those of the servers, rounded to bfloat16."""
         self.takeover: Takeover | None = None
@@ -252,6 +251,16 @@ class RemoteTable:
         return {
             dtype: torch.zeros(size, dtype=torch_dtype(dtype), device="cpu") for dtype, size in sizes.items()
         }
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """How this rank's contributions are compressed; None if they are not."""
+        return self._compressor
+
+    @compressor.setter
+    def compressor(self, compressor: Compressor | None) -> None:
+        self._compressor = compressor
+        self._tables.num_changes += 1
 
     @property
     def round(self) -> int:
@@ -385,6 +394,8 @@ class Tables:
         """Version of the weights after this worker's last round, or of newer ones that came; -1 if unknown."""
         self.held = np.zeros((num_servers, 0), np.int64)
         """Version of the weights in the arena that kept contributions write to."""
+        self.num_changes = 0
+        """How often it has changed how gradients of a table are sent."""
         self.broken: dict[int, KVStoreError] = {}
         self.failed: dict[int, int] = {}
         """Table (index) → its last round that servers are known to have failed."""

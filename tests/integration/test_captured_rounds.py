@@ -263,3 +263,54 @@ def test_rounds_that_never_fit_are_captured_less_and_less_often(
         trainer.step(1)
     assert weight.tolist() == [-20.0] * 16
     assert len(made) == 5  # after the rounds 1, 2, 4, 7 and 12: each skips twice as many as the one before
+
+
+def test_compression_that_is_switched_on_holds_from_the_next_captured_round_on(
+    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pushed() -> list[list[float]]:
+        store = members.join(jobs.of(1), 0, 1, new_name())
+        keys, found = ["a", "b"], []
+        store.init(keys, [torch.zeros(20)] * 2)
+        outs = [torch.zeros(20), torch.zeros(20)]
+        for step in range(8):
+            if step == 4:
+                store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+            store.pushpull(keys, [torch.full((20,), 0.3)] * 2, out=outs)
+            found.append(outs[0][:1].tolist())
+        return found
+
+    captured = pushed()
+    monkeypatch.setenv("KVSTORE_CAPTURE", "0")
+    assert captured == pushed()
+    assert captured[4:] != captured[:4]
+
+
+def test_only_the_latest_sets_of_keys_are_captured(jobs: Servers, members: Members) -> None:
+    store = members.join(jobs.of(1), 0, 1, new_name())
+    keys = [str(at) for at in range(40)]
+    store.init(keys, [torch.zeros(3)] * 40)
+    for at in range(39):
+        for _ in range(2):
+            store.pushpull(keys[at : at + 2], [torch.ones(3)] * 2)
+    kept = store._client.rounds
+    assert len(kept._captured) <= len(kept._layouts) <= 17
+    assert len(kept._backoffs) <= len(kept._layouts)
+
+
+@pytest.mark.parametrize("method", ["post", "receive_frames"])
+def test_an_error_of_a_server_does_not_replace_an_interrupt_of_a_captured_step(
+    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    lonely = Lonely(processes, members)
+    holder: Any = lonely.trainer._pipeline.binding.holder
+    transport = holder._client._session.transport
+
+    def interrupt(*_: object) -> None:
+        lonely.servers[0].signal(signal.SIGKILL)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transport, method, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lonely.step()

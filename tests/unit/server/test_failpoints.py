@@ -137,12 +137,16 @@ def test_a_server_refuses_to_start_with_an_unknown_name() -> None:
     assert all(name in run.stderr for name in POINTS)
 
 
-def test_every_name_stands_in_the_code_once() -> None:
+def test_every_name_stands_once_in_the_code_of_each_way_of_a_round() -> None:
     found: Counter[str] = Counter()
+    captured: Counter[str] = Counter()
     for path in [*(ROOT / "kvtrainer").rglob("*.py"), *(ROOT / "kvstore_server").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "failpoint":
                 [name] = node.args
                 assert isinstance(name, ast.Constant), f"{path}:{node.lineno}"
-                found[str(name.value)] += 1
+                (captured if path.name == "captured.py" else found)[str(name.value)] += 1
     assert found == Counter(list(POINTS))
+    # A captured round passes points of the general path.
+    assert captured == Counter([name for name in POINTS if name in captured])
+    assert set(captured) >= {"worker.round.begin", "worker.round.committed", "worker.round.written"}
