@@ -321,6 +321,8 @@ class Engine:
         # 1. Is it the message of a rank of this session, for the open round?
         round_, message = found
         space = round_.space
+        if any([other.space is space and other is not round_ for other in captures.unread]):
+            return None  # messages of a namespace are handled in the order in which they have come
         if not message.take(frames, space.rounds.shared.numbers, now):
             return None
         try:
@@ -352,7 +354,7 @@ class Engine:
         """Handle on the general path what was kept unread."""
         out: list[m.Outgoing] = []
         while self.captures is not None and self.captures.unread:
-            for one, (waiter, body) in self.captures.unread.pop().take_unread():
+            for one, (waiter, body) in self.captures.unread.pop(0).take_unread():
                 request = m.Request(self.config.run_id, one.session, waiter.number, body)
                 out += self._handle(one.peer, request, one.since)
         return out
@@ -537,7 +539,7 @@ class Engine:
 
     def is_idle(self) -> bool:
         has_unread = self.captures is not None and self.captures.unread
-        return not (has_unread or any(space.is_waiting() for space in self.namespaces.values()))
+        return not (has_unread or self._from_stop or any(space.is_waiting() for space in self.namespaces.values()))
 
     # ---------------------------------------------------------------- rounds
 

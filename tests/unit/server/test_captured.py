@@ -25,12 +25,19 @@ class Repeating(EngineJob):
             self.give(0, round_), self.give(1, round_)
 
     def give(
-        self, rank: int, round_: int, value: float = 1.0, number: int | None = None, **said: Any
+        self,
+        rank: int,
+        round_: int,
+        value: float = 1.0,
+        number: int | None = None,
+        table: int = 0,
+        **said: Any,
     ) -> list[Any]:
         """Let a rank give a round; all answers, to whomever."""
-        given = [(piece.index, torch.full((piece.length,), value)) for piece in self.slices]
+        first = table * len(self.slices)
+        given = [(first + piece.index, torch.full((piece.length,), value)) for piece in self.slices]
         said = {"timeout": 30.0, "flags": m.WANTS_WEIGHTS, **said}
-        body = contribution(given, round_, 0, len(given), **said)
+        body = contribution(given, round_, table, len(given), **said)
         number = 1000 * round_ + rank if number is None else number
         request = m.Request(1, self.sessions[rank], number, body)
         peer = b"%d" % rank
@@ -151,3 +158,27 @@ def test_a_process_that_was_replaced_cannot_give_a_captured_round() -> None:
     assert isinstance(refusal, m.Failed)
     assert refusal.code == "FencedError"
     assert current != former
+
+
+def test_messages_of_several_batches_of_a_job_are_read_in_the_order_in_which_they_have_come() -> None:
+    job = Repeating()
+    for rank in (0, 1):
+        job.ask(rank, m.Register("u", (("k", job.shape, "float32", 0, False),), False))
+    for round_ in range(3):
+        job.give(0, round_, table=1), job.give(1, round_, table=1)
+    handled: list[int] = []
+    handle = job.engine._handle
+
+    def note(peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
+        if isinstance(request.body, m.Contribute):
+            handled.append(request.number)
+        return handle(peer, request, now)
+
+    job.engine._handle = note  # type: ignore[method-assign]
+    job.give(0, 3, number=77)
+    assert job.has_unread
+    job.give(0, 3, number=78, table=1)
+    assert handled == [77, 78]
+    job.give(1, 3, number=79, table=1)
+    job.give(1, 3, number=80)
+    assert [type(job.replies[key][-1]) for key in ((0, 77), (0, 78), (1, 79), (1, 80))] == [m.Weights] * 4
