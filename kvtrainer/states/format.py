@@ -287,7 +287,7 @@ def saved_state_problems(
     # 2. Shapes, and options of hash tables.
     for spec in specs:
         if (theirs := saved.parameters.get(spec.key)) is not None:
-            yield from _parameter_problems(theirs, spec)
+            yield from _parameter_problems(theirs, spec, (saved.optimizer["name"], optimizer.registered_name))
     # 3. Entries, which can be compared only for keys that agree.
     common = {at: saved.parameters[spec.key] for at, spec in enumerate(specs) if spec.key in saved.parameters}
     states = {at: row.state for at, row in common.items() if row.state and row.shape == specs[at].shape}
@@ -299,7 +299,10 @@ _KEPT_OPTIONS = "init", "scale", "seed", "admit_after", "max_norm"
 """Options of a hash table that its rows follow from, which those that are not in a file have, too."""
 
 
-def _parameter_problems(saved: SavedParameter, spec: TensorSpec) -> Iterator[str]:
+def _parameter_problems(
+    saved: SavedParameter, spec: TensorSpec, optimizers: tuple[str, str | None]
+) -> Iterator[str]:
+    """`optimizers`: the names of those for all parameters, in the file and here."""
     forms = (
         f"is a hash table with rows of {shape[-1]} elements" if table else f"has shape {list(shape)}"
         for shape, table in ((saved.shape, saved.hash_table), (spec.shape, spec.hash_table))
@@ -314,8 +317,11 @@ def _parameter_problems(saved: SavedParameter, spec: TensorSpec) -> Iterator[str
     compared = [(name, theirs.get(name), ours[name]) for name in _KEPT_OPTIONS]
     if theirs.get("max_rows") and ours["max_rows"]:
         compared.append(("evict", theirs.get("evict"), ours["evict"]))
-    names = [table_optimizer_name(str(one.get("optimizer", ""))) for one in (theirs, ours)]
-    for name, their, our in (*compared, ("optimizer", *names)):
+    own = [table_optimizer_name(str(one.get("optimizer", ""))) for one in (theirs, ours)]
+    if any(own):
+        names = [name or default for name, default in zip(own, optimizers, strict=True)]
+        compared.append(("optimizer", *names))
+    for name, their, our in compared:
         if their != our:
             yield f"hash table {spec.key!r} has {name}={their!r} in the file and {name}={our!r} here"
 

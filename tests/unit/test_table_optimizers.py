@@ -365,7 +365,7 @@ SAVED: dict[str, Any] = {
         {"evict": "lfu"},
         {"max_norm": None},
         {"max_norm": 1.0},
-        {"optimizer": None},
+        {"optimizer": "adagrad"},
     ],
 )
 def test_states_of_a_table_with_another_option_name_it_and_both_values(
@@ -388,6 +388,7 @@ def test_states_of_a_table_with_another_option_name_it_and_both_values(
         {"max_rows": 0, "evict": None},
         {"weight_decay": 0.02},
         {"optimizer_params": {"learning_rate": 0.5}},
+        {"optimizer": None},  # the Trainer's, which is sgd, too
     ],
 )
 def test_an_option_that_saved_rows_do_not_follow_from_may_change(
