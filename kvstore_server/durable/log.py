@@ -28,7 +28,7 @@ import numpy as np
 from kvstore_server.errors import RecoveryError
 from kvstore_server.failpoints import failpoint
 
-VERSION = 2
+VERSION = 3
 """Of what the log contains; a server reads only its own."""
 _MAGIC = b"KVLOG\0" + struct.pack("<H", VERSION)
 _END, _GENERATION, _HEAD = struct.Struct("<Q"), struct.Struct("<QII"), struct.Struct("<QII")

@@ -41,7 +41,7 @@ from kvstore_server.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
 
-FORMAT, VERSION = "kvstore-server snapshot", 2
+FORMAT, VERSION = "kvstore-server snapshot", 3
 _TENSORS, _MANIFEST, _LOCK = "tensors.safetensors", "manifest.json", "lock"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"round-[0-9]{12}\.[0-9a-f]{8}")

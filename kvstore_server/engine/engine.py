@@ -539,7 +539,9 @@ class Engine:
 
     def is_idle(self) -> bool:
         has_unread = self.captures is not None and self.captures.unread
-        return not (has_unread or self._from_stop or any(space.is_waiting() for space in self.namespaces.values()))
+        return not (
+            has_unread or self._from_stop or any(space.is_waiting() for space in self.namespaces.values())
+        )
 
     # ---------------------------------------------------------------- rounds
 

@@ -319,8 +319,7 @@ def _parameter_problems(
         compared.append(("evict", theirs.get("evict"), ours["evict"]))
     own = [table_optimizer_name(str(one.get("optimizer", ""))) for one in (theirs, ours)]
     if any(own):
-        names = [name or default for name, default in zip(own, optimizers, strict=True)]
-        compared.append(("optimizer", *names))
+        compared.append(("optimizer", own[0] or optimizers[0], own[1] or optimizers[1]))
     for name, their, our in compared:
         if their != our:
             yield f"hash table {spec.key!r} has {name}={their!r} in the file and {name}={our!r} here"
