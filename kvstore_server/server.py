@@ -893,7 +893,8 @@ def pack_replies(
     queues: list[list[m.Outgoing]] = []
     for (peer, number), outs in weights.items():
         first: Any = outs[0].reply.body
-        if len(outs) == 1 and len(first.payloads) <= 1:
+        is_whole = len(first.payloads) <= 1 or (first.encoded and portion(peer) >= MAX_PAYLOAD)
+        if len(outs) == 1 and is_whole:
             queues.append(outs)
             continue
         bodies: list[Any] = [out.reply.body for out in outs]

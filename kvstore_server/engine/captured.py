@@ -32,8 +32,10 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     ContributeTemplate,
     Frame,
+    WeightsTemplate,
     decode_extra,
     decode_frames,
+    divided,
     encode_frames_and_payloads,
 )
 from kvstore_server.shard.reduction import RankContribution, Run
@@ -105,8 +107,16 @@ class CapturedMessage:
         offsets = (ends - body.pushes[:, 3])[order]
         runs = space.rounds.slots.divide(slots[order], offsets)
         begin_of = dict(zip(slots.tolist(), (ends - body.pushes[:, 3]).tolist(), strict=True))
+        # The padding of a run's last slot is left out, so that a sum need not cut it off.
         self._runs = [
-            (first, end, space.dtype_of(first), begin_of[first], nbytes) for first, end, nbytes in runs
+            (
+                first,
+                end,
+                space.dtype_of(first),
+                begin_of[first],
+                nbytes - space.shard.storage.padding_of(end - 1),
+            )
+            for first, end, nbytes in runs
         ]
         sizes = np.bincount(self._push_tables, body.pushes[:, 3]).astype(np.int64)
         self.received = [(number, int(sizes[number])) for number in np.flatnonzero(sizes).tolist()]
@@ -186,6 +196,55 @@ class CapturedMessage:
         return Waiter(self.peer, number), body
 
 
+class CapturedAnswer:
+    """The weights that are sent after a round: what they say is known, but for versions."""
+
+    def __init__(self, space: Namespace, batch: TableBatch, weights: m.Weights) -> None:
+        frames, _ = encode_frames_and_payloads(m.Reply(0, weights))
+        template = WeightsTemplate(frames[0])
+        self._space, self._frame, self._versions_at = space, bytes(frames[0]), template.versions_at
+        self._split = template.first_part
+        self._first_location = self._split - m.LOCATION_WORDS * len(weights.locations)
+        # 1. The table of each version.
+        table_of = dict(zip(batch.part_slots, batch.part_tables.tolist(), strict=True))
+        slots = [*weights.locations[:, 0].tolist(), *weights.parts[:, 0].tolist()]
+        self._tables_of = np.array([table_of[slot] for slot in slots], np.int64)
+        self._tables = batch.tables
+        # 2. What is sent as bytes.
+        self._part_slots = weights.parts[:, 0].tolist()
+        sizes = np.zeros(len(batch.tables), np.int64)
+        np.add.at(sizes, self._tables_of[len(weights.locations) :], weights.parts[:, 3])
+        self._sizes = [(batch.tables[at], int(sizes[at])) for at in np.flatnonzero(sizes).tolist()]
+
+    @staticmethod
+    def can_capture(batch: TableBatch, weights: m.Weights) -> bool:
+        """Return whether later answers are like this one: one message, which tells no new locations."""
+        return (
+            (weights.locations[:, 2] == m.SAME_LOCATION).all()
+            and (weights.parts[:, 2] == m.WHOLE).all()
+            and len(divided(weights)) == 1
+            and not any([table.tracks_reads for table in batch.tables])
+        )
+
+    def weights(self, num_ranks: int) -> m.Weights:
+        """Return the present weights, for so many ranks."""
+        frame = bytearray(self._frame)
+        words = np.frombuffer(frame, np.int64)
+        versions = [table.version for table in self._tables]
+        if len(versions) == 1:
+            words[self._versions_at] = versions[0]
+        else:
+            words[self._versions_at] = np.array(versions)[self._tables_of]
+        for table, nbytes in self._sizes:
+            table.bytes_out += nbytes * num_ranks
+        padded = self._space.shard.storage.padded
+        payloads = tuple([padded[slot] for slot in self._part_slots])
+        parts, located = words[self._split :].reshape(-1, m.PART_WORDS), m.NO_LOCATIONS
+        if len(payloads) < len(self._versions_at):
+            located = words[self._first_location : self._split].reshape(-1, m.LOCATION_WORDS)
+        return m.Weights(parts, payloads, self._space.are_weights_stable, located, frame)
+
+
 class CapturedBatch:
     """A synchronous round of some tables with plain gradients of all ranks, updated by one call."""
 
@@ -203,6 +262,10 @@ class CapturedBatch:
         self.unread: list[CapturedMessage] = []
         """In the order in which they have come."""
         self._options, self._num_tables = space.num_option_changes, len(space.tables)
+        self._answers: dict[int, CapturedAnswer] = {}
+        """By flags."""
+        self._num_handled = -1
+        """As `Engine.num_handled` was when all was as expected."""
 
     def _take_options(self) -> None:
         """Use the options that have come with the messages, and keep what successors get.
@@ -237,13 +300,20 @@ class CapturedBatch:
             and all([one.rank in noted and one.is_of(noted[one.rank]) for one in self.messages])
         )
 
-    def finish(self) -> list[m.Outgoing] | None:
+    def finish(self, num_handled: int) -> list[m.Outgoing] | None:
         """Apply the round, whose messages are all here, and return the answers.
 
-        Returns None if the general path has to take the messages: nothing has changed, or the tables are broken.
+        Args:
+            num_handled: How many requests and ticks the general path has handled.
+
+        Returns:
+            None if the general path has to take the messages: nothing has changed, or the tables are broken.
         """
-        if not self._is_usable():
+        if self.space.num_option_changes != self._options:
             return None
+        if num_handled != self._num_handled and not self._is_usable():
+            return None
+        self._num_handled = num_handled
         space, batch, shared = self.space, self.batch, self.space.rounds.shared
         # 1. Sum and update.
         try:
@@ -268,7 +338,21 @@ class CapturedBatch:
         space.note_tables(batch.number_list)
         space.shard.storage.end_change(batch.all_slots)
         shared.advance(batch.numbers, since)
-        return space.answer_plainly(batch, asked)
+        return self._answer(asked)
+
+    def _answer(self, asked: Sequence[tuple[int, int, Waiter]]) -> list[m.Outgoing]:
+        """Return the new weights for ranks, given as (rank, flags, waiter). Those with equal flags share a message."""
+        known = self._answers
+        if self.space.shard.storage.has_moved or not all([flags in known for _, flags, _ in asked]):
+            found = self.space.answer_plainly(self.batch, asked)
+            for (_, flags, _), out in zip(asked, found, strict=True):
+                weights: Any = out.reply.body
+                if flags not in known and CapturedAnswer.can_capture(self.batch, weights):
+                    known[flags] = CapturedAnswer(self.space, self.batch, weights)
+            return found
+        of_ranks = [flags for _, flags, _ in asked]
+        made = {flags: known[flags].weights(of_ranks.count(flags)) for flags in set(of_ranks)}
+        return [m.Outgoing(waiter.peer, m.Reply(waiter.number, made[flags])) for _, flags, waiter in asked]
 
     def take_unread(self) -> list[tuple[CapturedMessage, tuple[Waiter, m.Contribute]]]:
         """Return the messages that have come, decoded, in their order, and forget them."""
@@ -282,12 +366,11 @@ class CapturedBatch:
             one.frames = None
 
     def _is_usable(self) -> bool:
-        """Return whether tables, options and the job are as they were, and no rank has given anything else."""
+        """Return whether tables and the job are as they were, and no rank has given anything else."""
         space, shared = self.space, self.space.rounds.shared
         numbers = self.batch.numbers
         return (
-            space.num_option_changes == self._options
-            and len(space.tables) == self._num_tables
+            len(space.tables) == self._num_tables
             and not (space.absent or space.recording.active or space.waits.all or space.rounds.pipelined)
             and not (space.shard.undos or space.shard.keeps_undos)
             and len(shared.inputs) <= len(self.messages) == shared.num_members

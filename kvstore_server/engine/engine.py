@@ -219,6 +219,8 @@ class Engine:
         """Snapshots that are being read to go back to them."""
         self.captures: Captures | None = None
         """Rounds whose messages repeat; None: each message takes the general path."""
+        self.num_handled = 0
+        """How many requests and ticks the general path has handled: captured rounds look then if all is as before."""
         self._from_stop: list[m.Outgoing] = []
         """Answers of `stop`, which the next tick returns."""
         self._lineages: dict[str, Lineage] = {}
@@ -338,7 +340,7 @@ class Engine:
         if len(round_.unread) < len(round_.messages):
             return []
         try:
-            out = None if space.name in self.updaters else round_.finish()
+            out = None if space.name in self.updaters else round_.finish(self.num_handled)
         except BaseException:
             self.is_inconsistent = True
             raise
@@ -361,6 +363,7 @@ class Engine:
 
     def _handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         waiter, body = Waiter(peer, request.number), request.body
+        self.num_handled += 1
         try:
             # 1. Messages that need no session: hello and status queries.
             if self.is_inconsistent:
@@ -418,6 +421,7 @@ class Engine:
         """Fail waits that cannot succeed, log those that take long, and free namespaces whose workers are gone."""
         out = self._from_stop + self._read_unread()
         self._from_stop = []
+        self.num_handled += 1
         for space in list(self.namespaces.values()):
             if now < space.next_check:
                 continue

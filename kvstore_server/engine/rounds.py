@@ -700,7 +700,9 @@ class RoundTracker:
 
     def advance(self, tables: Ints, since: Mapping[int, float]) -> None:
         """Open the next rounds of some tables; `since`: when each rank has committed that of the first one."""
-        one = tables[0]
+        one = int(tables[0])
+        # Numpy is slow with an index of one element.
+        index: Any = one if len(tables) == 1 else tables
         first, last = min(since.values(), default=0.0), max(since.values(), default=0.0)
         for rank, at in since.items():
             self.lateness[rank] += at - first
@@ -708,12 +710,12 @@ class RoundTracker:
             self.num_ended += 1
             self.waited += last - first
             self.durations.add(last - float(self._ended_at[one]))
-            self._ended_at[tables] = last
+            self._ended_at[index] = last
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]
-        self._failed[tables] = _NEVER
-        self.numbers[tables] += 1
-        self.num_committed[tables] = 0
+        self._failed[index] = _NEVER
+        self.numbers[index] += 1
+        self.num_committed[index] = 0
 
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
         """Close an open round as failed; return the waiters to notify now. The others are told when they ask."""

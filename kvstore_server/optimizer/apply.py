@@ -125,8 +125,10 @@ def apply_update(
             _apply_update_in_blocks(optimizer, target, given, state, step_hyper, scale, bound)
         else:
             if is_flat_on_cpu and optimizer.takes_pieces:
-                given = grad if isinstance(grad, GradFragments) else GradFragments([grad])
-                given = given._replace(scale=scale, bound=bound)
+                tensors, cuts = (
+                    (grad.tensors, grad.cuts) if isinstance(grad, GradFragments) else ([grad], None)
+                )
+                given = GradFragments(tensors, scale, bound, cuts)
             else:
                 given = given if scale == 1.0 else given * scale
                 if bound is not None:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ class State:
     """The number of updates applied."""
     master: Tensor | None = None
     """float32 copies of half-precision weights (multi_precision); they follow weights that are replaced."""
+    views: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those of the values that were views of flat memory."""
 
     @property
     def is_new(self) -> bool:
@@ -112,19 +115,32 @@ class States:
             copies: Whether tensors that are not in flat memory are copied, so that the former ones stay.
         """
         own = own_state_value if copies else lambda value: value
-        values = {
-            name: self.tensors[name][part] if value is FlatStateEntry.MEMORY else own(value)
-            for name, value in self.entries[first].items()
-        }
+        views: dict[str, Tensor] = {}
+        values: dict[str, StateValue] = {}
+        for name, value in self.entries[first].items():
+            if value is FlatStateEntry.MEMORY:
+                values[name] = views[name] = self.tensors[name][part]
+            else:
+                values[name] = own(value)
         master = values.pop("master", None)
         assert master is None or isinstance(master, Tensor)
-        return State(values, int(self.steps[first]), master)
+        return State(values, int(self.steps[first]), master, views)
 
     def keep(self, first: int, end: int, part: slice, state: State) -> None:
         """Store what an update made of a `view`; every tensor with a dimension has a number per element."""
+        # 1. The common case: everything was updated in place.
+        named = state.values if state.master is None else {**state.values, "master": state.master}
+        if end - first == 1:
+            self.steps[first] = state.step  # faster than a slice
+        else:
+            self.steps[first:end] = state.step
+        if named.keys() == state.views.keys() == self.entries[first].keys() and all(
+            map(is_, named.values(), map(state.views.__getitem__, named))
+        ):
+            return
+        # 2. Copy what the optimizer has replaced.
         entries: dict[str, StateValue | FlatStateEntry] = {}
         has_own = False
-        named = state.values if state.master is None else {**state.values, "master": state.master}
         for name, value in named.items():
             entries[name] = value
             if isinstance(value, Tensor) and value.dim():
@@ -139,7 +155,6 @@ class States:
         shared = entries if has_own else self._shared.setdefault(tuple(entries), entries)
         if shared is not self.entries[first]:
             self.entries[first:end] = [shared] * (end - first)
-        self.steps[first:end] = state.step
 
     def keep_key(self, first: int, end: int, part: slice, state: State) -> None:
         """Like `keep`, for one whole key: only the master has a number per element."""

@@ -79,6 +79,10 @@ def encode_frames_and_payloads(message: m.Request | m.Reply) -> tuple[list[Frame
     request would be too large.
     """
     body: Any = message.body
+    if isinstance(body, m.Weights) and body.encoded:
+        encoded = bytearray(body.encoded)
+        encoded[_NUMBER] = message.number.to_bytes(8, "little")
+        return [encoded], body.payloads
     kind = _KINDS.get(type(body))
     if kind is None:
         code = _KIND_OF[type(body)]
@@ -480,6 +484,8 @@ class WeightsTemplate:
         words, begin = np.frombuffer(self.frame, _WORD), _HEADER.size // _WORD.itemsize
         split = begin + 1 + m.LOCATION_WORDS * int(words[begin])
         self.words, self.number = words, words[2:3]
+        self.first_part = split
+        """Where in the words those of the parts begin."""
         versions = (
             np.arange(begin + 2, split, m.LOCATION_WORDS),
             np.arange(split + 1, len(words), m.PART_WORDS),

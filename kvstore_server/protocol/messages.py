@@ -510,6 +510,8 @@ class Weights:
 
     For a worker that knows them, one slice of each table stands for all that have one, with SAME_LOCATION.
     """
+    encoded: bytes | bytearray = b""
+    """The first frame of the message, for a request of any number, if it is known already. Not sent."""
 
 
 @dataclass(slots=True, eq=False)

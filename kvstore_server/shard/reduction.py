@@ -114,6 +114,17 @@ class Span(NamedTuple):
     """End in its chunk with that padding."""
 
 
+class ScratchViews(NamedTuple):
+    """The scratch memory in which a chunk is summed, for it costs more to make a view than to add a small one."""
+
+    memory: Tensor
+    """All of it."""
+    out: Tensor
+    """What the chunk takes."""
+    spans: list[tuple[Tensor | None, Tensor]]
+    """The padding of each span, if it has some, and its elements."""
+
+
 class ReduceChunk(NamedTuple):
     """Adjacent slots that are summed at once, from `first` up to `end`."""
 
@@ -126,11 +137,24 @@ class ReduceChunk(NamedTuple):
     segments: range
     """Their segments in the block."""
     present: Present
+    scratch: list[ScratchViews]
+    """Those of its last sum, if there was one."""
 
 
 def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
     """Return a part of a vector. Making a view costs as much as adding 10,000 elements, so the whole needs none."""
     return flat if not start and stop >= flat.numel() else flat[start:stop]
+
+
+def _divide_scratch(chunk: ReduceChunk, memory: Tensor, out: Tensor) -> ScratchViews:
+    spans = [
+        (
+            out[span.used : span.stop] if span.used < span.stop else None,
+            out if span.used - span.start == len(out) else out[span.start : span.used],
+        )
+        for span in chunk.spans
+    ]
+    return ScratchViews(memory, out, spans)
 
 
 def left_out_of_reduction(contributions: Sequence[RankContribution]) -> frozenset[int]:
@@ -267,7 +291,7 @@ class Reduction:
         last = bisect_left(ends, place.stop, first, one.last - 1) + 1
         last = max(last, bisect_right(ends, place.stop, first, one.last))
         span = Span(slot, slot + 1, given, (), 0, used, end - begin)
-        return ReduceChunk(slot, slot + 1, [span], one.block, place, range(first, last), None)
+        return ReduceChunk(slot, slot + 1, [span], one.block, place, range(first, last), None, [])
 
     def _divide(
         self, by_rows: tuple[int, ...], whole_keys: bool, are_whole: bool, *given: tuple[Any, ...]
@@ -290,7 +314,7 @@ class Reduction:
             placed = [self._placed(span, first.start) for span in spans]
             segments = range(first.first, last.last)
             chunks.append(
-                ReduceChunk(spans[0].first, spans[-1].end, placed, first.block, place, segments, present)
+                ReduceChunk(spans[0].first, spans[-1].end, placed, first.block, place, segments, present, [])
             )
         return chunks
 
@@ -376,13 +400,10 @@ class Reduction:
         Equal scales, the usual case, are applied once to the sum, so that summing ranks and summing the replicas of
         one process give the same bits. The result is `out`, or scratch memory that the next call overwrites.
         """
-        length = chunk.place.stop - chunk.place.start
-        if out is None:
-            out = self._scratch(chunk.block.weights, compute_dtype(chunk.block.dtype), length)
-        for span in chunk.spans:
-            if span.used < span.stop:
-                out[span.used : span.stop].zero_()
-            body = out if span.used - span.start == length else out[span.start : span.used]
+        views = self._views(chunk) if out is None else _divide_scratch(chunk, out, out)
+        for span, (padding, body) in zip(chunk.spans, views.spans, strict=True):
+            if padding is not None:
+                padding.zero_()
             total, scale, is_common = None, contributions[span.given[0].number].scale, True
             for source in span.given:
                 is_common &= contributions[source.number].scale == scale
@@ -395,7 +416,15 @@ class Reduction:
                 body.copy_(total)
             if is_common and scale != 1.0:
                 body.mul_(scale)
-        return out
+        return views.out
+
+    def _views(self, chunk: ReduceChunk) -> ScratchViews:
+        weights, dtype = chunk.block.weights, compute_dtype(chunk.block.dtype)
+        if not chunk.scratch or chunk.scratch[0].memory is not self._memory.get((weights.device, dtype, 0)):
+            out = self._scratch(weights, dtype, chunk.place.stop - chunk.place.start)
+            memory = self._memory[weights.device, dtype, 0]
+            chunk.scratch[:] = [_divide_scratch(chunk, memory, out)]
+        return chunk.scratch[0]
 
     def _scratch(self, like: Tensor, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
         """Return flat scratch memory on the device of `like`; the next call with the same `number` overwrites it."""

@@ -405,7 +405,10 @@ class Shard:
                 self.counts[first:end] += 1
                 first = unit.first_key
             end = unit.first_key + len(unit.plan.specs)
-        self.counts[first:end] += 1
+        if end - first == 1:
+            self.counts[first] += 1  # faster than a slice
+        else:
+            self.counts[first:end] += 1
 
     @torch.no_grad()
     def update_some(

@@ -471,6 +471,11 @@ class Storage:
         a, b = self.slots[slot], self.slots[other]
         return other == slot + 1 and a.block is b.block and self.ends[slot] == b.start
 
+    def padding_of(self, slot: int) -> int:
+        """Return the bytes of padding at the end of a slot."""
+        slice_ = self.slots[slot].slice
+        return (slice_.length - slice_.used) * self.slots[slot].block.weights.itemsize
+
     def continues_key(self, slot: int) -> bool:
         """Return whether a slot continues the key of the slot before."""
         return slot > 0 and self.slots[slot].slice.segments[0].key_start > 0

@@ -257,7 +257,7 @@ class _ServerPart:
         """What comes as bytes, in the order of the payload."""
         self._cuts: list[tuple[torch.dtype, int, list[int]]] = []
         """(dtype, first byte, numbers of elements) of neighbours in the payload: those of slices and, in between, of
-        what fills them up."""
+        what fills them up, but for the last one."""
 
     def fill(self, contribution: Contribution, number: int) -> None:
         """Write the numbers of the coming round into the messages, and gather small slices."""
@@ -316,6 +316,8 @@ class _ServerPart:
                 self._cuts.append((dtype, begin, []))
             self._cuts[-1][2].extend([slice_.used, slice_.length - slice_.used])
             begin += layout.nbytes[at]
+        for _, _, sizes in self._cuts:
+            del sizes[-1]
         self._answer = answer
         return answer
 
@@ -331,7 +333,7 @@ class _ServerPart:
             sources: list[Tensor] = []
             for dtype, begin, sizes in self._cuts:
                 flat = torch.frombuffer(self._payload, dtype=dtype, count=sum(sizes), offset=begin)
-                sources += flat.split_with_sizes(sizes)[::2]
+                sources += flat.split_with_sizes(sizes)[::2] if len(sizes) > 1 else [flat]
             torch._foreach_copy_(_parts_of(outs, self._pieces), sources)
         tables.version[self.server, self._index] = versions
 

@@ -199,11 +199,10 @@ class Connection(Transport):
         channel = self._channels.get(server)
         if channel is None or not channel.is_usable or self._queues[server] or os.getpid() != self._pid:
             return False
-        with suppress(
-            OSError
-        ):  # the server has ended the channel; what it has said before has yet to be read
+        try:
             return channel.send([head], payloads, zero_copy=True)
-        return False
+        except OSError:  # the server has ended the channel; what it has said before has yet to be read
+            return False
 
     def receive_frames(self, timeout: float) -> tuple[int, Sequence[Frame]] | None:
         for fd, _ in self._channel_poll.poll(max(0.0, 1000 * timeout)):

@@ -831,7 +831,8 @@ class StepPipeline:
         Schedules are user code: an error of one reaches the loop, and all else of the step is done.
         """
         self.last_ended = self.last_described[0], updated
-        with self.binding.guard.ended_by_errors():
+        guard = self.binding.guard
+        try:
             if updated is not None:
                 self.groups.counts.count(updated)
             if self.loss_scaler is not None:
@@ -840,7 +841,10 @@ class StepPipeline:
                 for schedule in self.schedules:
                     if schedule.by == "step":
                         schedule.step()
-        self.binding.guard.end()
+        except Exception:
+            guard.end()
+            raise
+        guard.end()
 
 
 def _as_integer(value: Any) -> int | None:
