@@ -10,6 +10,7 @@ import torch
 
 from kvstore_server.engine.rounds import SYNCHRONOUS
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import encode_frames
 from tests.support.captures import handle_frames
 from tests.support.engines import EngineJob, contribution
 
@@ -61,8 +62,9 @@ class Repeating(EngineJob):
 
 
 def shown(answers: list[Any]) -> list[Any]:
+    """The answers as they are sent."""
     return [
-        (rank, number, type(body).__name__, getattr(body, "parts", torch.zeros(0)).tolist())
+        (rank, [bytes(frame) for frame in encode_frames(m.Reply(number, body))])
         for rank, number, body in answers
     ]
 

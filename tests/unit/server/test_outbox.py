@@ -45,6 +45,19 @@ def test_places_go_with_the_first_message_where_weights_are_cut_into_several() -
     assert [body.locations.tolist() for body in bodies if isinstance(body, m.Weights)] == [[[9, 1, 7]], []]
 
 
+def test_weights_whose_frame_is_known_are_cut_for_a_peer_that_takes_less_at_once() -> None:
+    def heads(reply: m.Reply, most: int) -> list[bytes]:
+        packed = pack_replies([m.Outgoing(b"peer", reply)], lambda _: most)
+        return [bytes(encode_frames(out.reply)[0]) for out in packed]
+
+    plain, known = weights(range(4), 1000), weights(range(4), 1000)
+    assert isinstance(known.body, m.Weights)
+    known.body.encoded = bytes(encode_frames(plain)[0])
+    assert heads(known, MAX_PAYLOAD) == [known.body.encoded]
+    assert heads(known, 8000) == heads(plain, 8000)
+    assert len(heads(plain, 8000)) == 2
+
+
 def test_messages_with_weights_go_to_workers_in_turn() -> None:
     long = MAX_PAYLOAD // 4
     outs = [m.Outgoing(peer, weights(range(3), long)) for peer in (b"a", b"b")] + [
