@@ -115,7 +115,7 @@ class KeyHolder:
     """A client of a server.
 
     Args:
-        namespaces: Patterns, as of `fnmatch`, of the jobs that a worker may take part in.
+        namespaces: Patterns for `fnmatch` of the jobs that a worker may take part in.
         ranks: The ranks that it may have; None: any.
         expires: The first day, in UTC, on which it is not known any more; None: it stays.
     """
@@ -293,7 +293,7 @@ def today() -> date:
 
 
 def make_limits(values: Mapping[str, object]) -> ClientLimits:
-    """Return limits, of which each is a positive number. Raises ValueError."""
+    """Return limits, each a positive number. Raises ValueError."""
     for name, value in values.items():
         if name not in LIMITS:
             raise ValueError(f"{name!r:.40} is no limit; there are {', '.join(LIMITS)}")

@@ -270,8 +270,8 @@ def hold_supervised_address(bind: str) -> tuple[str, socket.socket | None]:
     """Reserve the port of an address tcp://HOST:PORT; for port 0 the system chooses one.
 
     Returns the address with its port, and a bound socket that does not listen. As long as it is open, the system gives
-    the port to nobody who does not ask for it, and a server can listen there. None: the port is not free, or this is no
-    such address; the server will say so.
+    the port to no process that does not ask for it, and a server can listen there. None: the port is not free, or this
+    is no such address; the server will say so.
 
     Raises:
         OSError: The system chooses no port, because the host is not one of this machine.

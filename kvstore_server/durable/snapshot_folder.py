@@ -216,7 +216,7 @@ class SnapshotFolder:
             raise
 
     def mark_for_deletion(self, name: SnapshotName) -> Path | None:
-        """Rename a snapshot, so that it is none any more; return what is left to be deleted. Raises OSError."""
+        """Rename a snapshot, so that it does not count any more; return what is left to be deleted. Raises OSError."""
         aside = self._temporary()
         try:
             os.rename(self.folder / name.path, aside)

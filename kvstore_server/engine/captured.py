@@ -197,7 +197,7 @@ class CapturedMessage:
 
 
 class CapturedAnswer:
-    """The weights that are sent after a round: what they say is known, but for versions."""
+    """The message with new weights that is sent after each round; only versions and weights change in it."""
 
     def __init__(self, space: Namespace, batch: TableBatch, weights: m.Weights) -> None:
         frames, _ = encode_frames_and_payloads(m.Reply(0, weights))
@@ -227,7 +227,7 @@ class CapturedAnswer:
         )
 
     def weights(self, num_ranks: int) -> m.Weights:
-        """Return the present weights, for so many ranks."""
+        """Return a message with the present weights, which goes to `num_ranks` ranks."""
         frame = bytearray(self._frame)
         words = np.frombuffer(frame, np.int64)
         versions = [table.version for table in self._tables]

@@ -400,7 +400,7 @@ def _check_can_be_snapshot(name: SnapshotName, spaces: Sequence[Namespace]) -> N
 
 
 def _why_snapshot_is_useless(spaces: Sequence[Namespace]) -> str | None:
-    """Return why nobody could go on from a cut of these namespaces; None if that is possible."""
+    """Return why no job could go on from a cut of these namespaces; None if one can."""
     for space in spaces:
         members, tables = space.membership, space.tables
         if not space.mode.is_sync:

@@ -272,7 +272,7 @@ class Views:
         self.former = set(former)
 
     def _num_backup(self, num_ranks: int) -> int:
-        """Return how many of so many ranks the rounds after the first one leave out."""
+        """Return how many of a number of ranks the rounds after the first one leave out."""
         return max(min(self.backup_workers, num_ranks - self.min_workers), 0) if self.ended.ranks else 0
 
     def _replace(self, ranks: Collection[int]) -> None:

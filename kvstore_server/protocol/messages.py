@@ -583,7 +583,7 @@ class Members:
     ranks: tuple[int, ...]
     """Ascending."""
     since: int = 0
-    """Answering JoinRounds: the first round of which this rank is a member."""
+    """Answering JoinRounds: the first round that has this rank as a member."""
     client_states: tuple[bytes, ...] = ()
     """Answering JoinRounds: what another rank's latest commits before that round brought, in order."""
     num_backup: int = 0

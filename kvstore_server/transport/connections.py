@@ -157,7 +157,7 @@ class ConnectionLimits:
         self.close()
         try:
             self._check(now)
-        except OSError as error:  # somebody else has taken the last descriptor
+        except OSError as error:  # something else has taken the last descriptor
             _log.warning("cannot look at the connections: %s", error)
         finally:
             with suppress(OSError):

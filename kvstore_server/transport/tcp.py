@@ -95,7 +95,7 @@ def read_monitor(monitor: Any) -> Iterator[ConnectionEvent]:
 
 
 def drain_monitor(monitor: Any) -> None:
-    """Read the events that a monitor's socket has, of which only the arrival matters."""
+    """Read the events that a monitor's socket has; only their arrival matters."""
     for _ in read_monitor(monitor):
         pass
 
@@ -116,7 +116,7 @@ def secure_server_socket(socket: Any, pair: KeyPair) -> None:
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = pair
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody is accepted
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer no client is accepted
 
 
 def secure_client_socket(socket: Any, keys: ClientKeys, at: int = 0) -> None:
@@ -128,7 +128,7 @@ def secure_client_socket(socket: Any, keys: ClientKeys, at: int = 0) -> None:
 class Admission:
     """Answers libzmq's question whether a client may connect.
 
-    Its socket is polled by the loop that also serves the clients: a server that hangs accepts nobody.
+    Its socket is polled by the loop that also serves the clients: a server that hangs accepts no client.
 
     Args:
         clients: Returns the present clients by public key.
@@ -195,7 +195,7 @@ class Admission:
 
 
 def check_refuses_unknown_keys(context: Any, endpoint: str, admission: Admission, server: bytes) -> None:
-    """Connect with a key that nobody knows; blocks until the server's socket refuses it.
+    """Connect with a key that no server knows; blocks until the server's socket refuses it.
 
     Raises:
         ConfigurationError: It does not; then it must not serve.

@@ -156,7 +156,7 @@ class Round:
         return self.follows or bool(self.left_out)
 
     def has_caught_up(self, rank: int) -> bool:
-        """Return whether all servers tell of the same open round, of which this rank is a member."""
+        """Return whether all servers tell of the same open round, and this rank is a member of it."""
         told = list(self.left_out.values())
         is_same = (
             len(told) == len(self.server_requests) and len({(one.round, one.applied) for one in told}) == 1

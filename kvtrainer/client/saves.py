@@ -56,7 +56,7 @@ class SaveOffer(NamedTuple):
 
     Args:
         parts: What it can read.
-        tags: All tags of which it can read something.
+        tags: All tags that it has files of.
         generation: How often the job has gone back there.
         is_loaded: Whether the job's present state descends from that tag.
     """

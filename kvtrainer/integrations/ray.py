@@ -112,8 +112,8 @@ class KVTrainer(DataParallelTrainer):  # type: ignore[misc]
 class RayBackend(Backend):  # type: ignore[misc]
     """Starts servers as actors in a placement group, and tells the workers their addresses.
 
-    Keys are made for each start of the job, so servers accept nobody else, and all traffic is encrypted. Ray carries
-    them to the processes as arguments of calls, which it shows nowhere.
+    Keys are made for each start of the job, so servers accept no other client, and all traffic is encrypted. Ray
+    carries them to the processes as arguments of calls, which it shows nowhere.
     """
 
     _placement: Any = None

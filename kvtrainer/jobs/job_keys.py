@@ -1,4 +1,4 @@
-"""The keys of one job, which its launcher makes: servers accept nobody else, and all traffic is encrypted.
+"""The keys of one job, which its launcher makes: servers accept no other client, and all traffic is encrypted.
 
 They lie in a directory in memory that only this user can read, and are gone with the job: the launcher removes it, or
 its guardian if the launcher is killed. On other hosts the files come through standard input, so that no list of

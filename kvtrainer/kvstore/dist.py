@@ -229,7 +229,7 @@ class DistKVStore(KVStoreVerbs):
                 kv.save("last")
 
         Args:
-            tag: 1 to 64 letters, digits, ".", "_" and "-", of which the first is a letter or a digit.
+            tag: 1 to 64 letters, digits, ".", "_" and "-"; the first one is a letter or a digit.
 
         Raises:
             ConfigurationError: The tag is no tag; a server has no --state-dir; the mode is asynchronous; or no worker
