@@ -181,6 +181,12 @@ class DistKVStore(KVStoreVerbs):
         super().__init__(type, self._connect(""))
 
     def open_client(self, by_host: bool = False, resumes: bool = False) -> Client:
+        if self._options.is_elastic and self._clients_of_trainers():
+            raise ConfigurationError(
+                "a store has one Trainer at a time if the number of its workers may change (KVSTORE_ELASTIC), because "
+                "a worker that comes would take part in the steps of one before those of the other; give one Trainer "
+                "all parameters, in groups, or start the job with a fixed number of workers"
+            )
         self._options = replace(self._options, resumes=resumes or self._options.resumes)
         name = f"/trainer{len(self._for_trainers) + 1}"
         return self._borrow(self._connect(name, replace(self.mode, by_host=by_host)))

@@ -496,8 +496,7 @@ class KVStoreVerbs(KVStoreBase):
         """
         self._client.wait_pending()
         stats = self._client.stats()
-        trainers = [client for made in self._for_trainers if (client := made()) is not None]
-        for of_trainer in [client.stats() for client in trainers if not client.is_closed]:
+        for of_trainer in [client.stats() for client in self._clients_of_trainers()]:
             for mine, theirs in zip(stats, of_trainer, strict=True):
                 mine["tables"] = [*mine["tables"], *theirs["tables"]]
         return stats
@@ -515,6 +514,11 @@ class KVStoreVerbs(KVStoreBase):
     def open_agreement(self, what: str = "this call") -> Agreement:
         """Open an exchange of bytes between all workers. Collective. The caller closes it. Messages name `what`."""
         return Agreement() if self.group is None else RankAgreement(self.group)
+
+    def _clients_of_trainers(self) -> list[Client]:
+        """Return the clients of open Trainers."""
+        made = [client() for client in self._for_trainers]
+        return [client for client in made if client is not None and not client.is_closed]
 
     def _borrow(self, client: Client) -> Client:
         self._for_trainers.append(weakref.ref(client))

@@ -304,6 +304,24 @@ def test_a_trainer_that_does_not_resume_or_adds_parameters_is_refused(two_server
     store.close()
 
 
+def test_a_second_trainer_is_refused_while_the_first_one_is_open(two_servers: list[str]) -> None:
+    store = open_store(two_servers, 0, new_name(), num_workers=1)
+
+    def make() -> kvtrainer.Trainer:
+        return kvtrainer.Trainer([torch.nn.Parameter(torch.zeros(2))], "sgd", kvstore=store)
+
+    first, second = make(), make()
+    first.resume()
+    with pytest.raises(ConfigurationError, match="one Trainer"):
+        second.resume()
+    first.step(1, ignore_stale_grad=True)
+    first.close()
+    with make() as third:
+        assert third.resume().round == 0
+    second.close()
+    store.close()
+
+
 def test_what_is_not_possible_is_refused(two_servers: list[str]) -> None:
     name = new_name()
     store = open_store(two_servers, 0, name, num_workers=1)
