@@ -4,7 +4,7 @@
 
 Memory and descriptors of every process are measured all the time, and the directory of snapshots. After a warm-up
 memory must not grow by more than a MiB an hour, nor the number of descriptors; the directory must not have more than
-three times the bytes of the state. `make soak` runs it; the undisturbed job comes first, and takes two thirds as long.
+three times the bytes of the state. `make soak` runs it; the undisturbed job comes first, and takes about as long.
 """
 
 from __future__ import annotations
