@@ -2,7 +2,8 @@
 
 In most rounds each rank sends one message, whose bytes are those of its last one but for the gradients and a few
 numbers. A `CapturedBatch` has a template of the message of each rank. One that fits is neither decoded nor recorded: it
-is kept unread until those of all ranks are here. Then the sum is applied, and the tables go to the next round.
+is kept unread until those of all ranks are here. Then the sum is applied, the tables go to the next round, and all are
+answered by a `CapturedAnswer`, which has the first frame of the message but for versions.
 
 Invariants:
 
@@ -11,7 +12,8 @@ Invariants:
 - Nothing sees a message that is unread. Before the engine handles anything else it reads those first (`Engine.handle`,
   `tick`, `stop`, `abandon`): they take the general path in the order in which they have come. A round in which only
   some messages fit is a general one.
-- `CapturedBatch.finish` has the guard of all that a round depends on beside its messages.
+- `CapturedBatch.finish` has the guard of all that a round depends on beside its messages. What changes it goes through
+  the general path, so it is evaluated only if that has handled something since (`Engine.num_handled`).
 """
 
 from __future__ import annotations
