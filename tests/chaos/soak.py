@@ -76,9 +76,10 @@ class Samples:
 def bytes_in(server: Path) -> dict[str, int]:
     """The bytes of each snapshot of a server, complete or not. What is removed meanwhile counts as empty."""
     found: dict[str, int] = {}
-    for path in server.glob("*/*"):
-        with suppress(FileNotFoundError):
-            found[path.parent.name] = found.get(path.parent.name, 0) + path.stat().st_size
+    for snapshot in list(server.iterdir()):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for path in snapshot.iterdir():
+                found[snapshot.name] = found.get(snapshot.name, 0) + path.stat().st_size
     return found
 
 
