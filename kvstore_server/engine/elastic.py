@@ -209,7 +209,7 @@ class MemberChanges:
             space.end_process(rank, is_done=False)
 
 
-def check_terms(space: Namespace, hello: m.Hello) -> None:
+def check_worker_counts(space: Namespace, hello: m.Hello) -> None:
     """Raise ConfigurationError if a process expects other limits of the number of members than the ones before it."""
     known = (0, 0, 0) if space.views is None else space.views.terms[1:]
     if (hello.initial_workers, hello.min_workers, hello.backup_workers) != known:

@@ -41,8 +41,8 @@ from kvstore_server.engine.durability import Durability, Head
 from kvstore_server.engine.elastic import (
     MemberChanges,
     adopt,
-    check_terms,
     check_view,
+    check_worker_counts,
     finished_error,
     follow,
     is_left_out,
@@ -1224,7 +1224,7 @@ class Engine:
                     "the same kvstore on every worker"
                 )
             self._check_is_latest(space, hello)
-            check_terms(space, hello)
+            check_worker_counts(space, hello)
             replaced = space.membership.join(session)
         except ConfigurationError as error:
             if space is not None:

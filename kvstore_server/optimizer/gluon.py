@@ -131,7 +131,7 @@ def fused_adam(
         )
 
 
-def fused_scaled(
+def fused_adam_without_mean(
     weight: Tensor,
     grad: Tensor,
     square: Tensor,
@@ -557,7 +557,7 @@ class FTML(_Elementwise):
         eps, wd, step = hyper["eps"], hyper["weight_decay"], hyper["step"]
         # (1 - beta1) / d, written as the learning rate of the kernel, which divides by the rest of d.
         lr = hyper["lr"] * (1.0 - beta1) / (1.0 - beta1**step)
-        fused_scaled(weight, grad, square, lr=lr, beta=beta2, eps=eps, wd=wd, step=step)
+        fused_adam_without_mean(weight, grad, square, lr=lr, beta=beta2, eps=eps, wd=wd, step=step)
 
 
 class AdaDelta(_Elementwise):
@@ -671,7 +671,7 @@ class RMSProp(_Elementwise):
             square.mul_(rho).addcmul_(grad, grad, value=1.0 - rho)
             weight.addcdiv_(grad, (square + eps).sqrt_(), value=-lr)
         else:
-            fused_scaled(weight, grad, square, lr=lr, beta=rho, eps=eps, wd=wd, step=math.inf)
+            fused_adam_without_mean(weight, grad, square, lr=lr, beta=rho, eps=eps, wd=wd, step=math.inf)
         if bound is not None:
             bound = bound_of(bound, weight)
             weight.clamp_(-bound, bound)

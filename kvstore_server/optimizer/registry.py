@@ -149,7 +149,7 @@ def create_optimizer_from_spec(spec: Mapping[str, Any]) -> Optimizer:
     return optimizer
 
 
-def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
+def checked_optimizer_spec(optimizer: Optimizer) -> dict[str, Any]:
     """Return `Optimizer.spec` for a store, which finds the class only by its name.
 
     Raises:

@@ -10,7 +10,7 @@ from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.apply import applies_to_rows_alone
 from kvstore_server.optimizer.base import Hyper, Optimizer
 from kvstore_server.optimizer.gluon import SGD
-from kvstore_server.optimizer.registry import create_optimizer_from_spec, spec_for_store
+from kvstore_server.optimizer.registry import checked_optimizer_spec, create_optimizer_from_spec
 from kvstore_server.plan import HashTableOptions
 
 
@@ -23,7 +23,7 @@ def describe_table_optimizer(optimizer: Optimizer, has_rate: bool) -> str:
     Raises:
         ConfigurationError: It has an option that means nothing for a table.
     """
-    described = spec_for_store(optimizer)
+    described = checked_optimizer_spec(optimizer)
     others = sorted(described.keys() - {"name", "hyper", "rescale_grad", "multi_precision"})
     if others or described.pop("rescale_grad") != 1.0:
         raise ConfigurationError(

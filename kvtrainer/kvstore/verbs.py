@@ -31,7 +31,7 @@ from kvstore_server.errors import (
     OptimizerError,
     ServerUnreachableError,
 )
-from kvstore_server.optimizer import Optimizer, States, spec_for_store
+from kvstore_server.optimizer import Optimizer, States, checked_optimizer_spec
 from kvstore_server.plan import INTEGERS, Slice, TensorSpec
 from kvstore_server.protocol.rows import RowSet
 from kvtrainer.client.client import Client, LocalEngine
@@ -894,7 +894,7 @@ class KVStoreVerbs(KVStoreBase):
 
     def _send_optimizer(self, optimizer: Optimizer) -> None:
         """Send the optimizer's spec to the engines if it is new or its options changed."""
-        spec = spec_for_store(optimizer)
+        spec = checked_optimizer_spec(optimizer)
         if spec != self._sent_spec:
             self._client.set_optimizer(spec)
             self._sent_spec = spec

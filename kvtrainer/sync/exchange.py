@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvstore_server.codec import BFloat16, Codec, torch_dtype
 from kvstore_server.errors import RepeatedRoundError
-from kvstore_server.optimizer import Optimizer, States, spec_for_store
+from kvstore_server.optimizer import Optimizer, States, checked_optimizer_spec
 from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, Guard, Measured
@@ -204,7 +204,7 @@ class StoreExchange(Exchange):
         self.is_dist = is_dist
         self._client = client
         if optimizer is not None:
-            client.set_optimizer(spec_for_store(optimizer))
+            client.set_optimizer(checked_optimizer_spec(optimizer))
         whole_keys = optimizer is not None and not optimizer.elementwise
         self._name = name
         takes_half = isinstance(pull_codec, BFloat16)

@@ -31,7 +31,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from kvstore_server import check
 from kvstore_server.codec import torch_dtype
-from kvstore_server.optimizer import Optimizer, spec_for_store
+from kvstore_server.optimizer import Optimizer, checked_optimizer_spec
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.client.profiler import Profiler
 from kvtrainer.common.thread_guard import exclusive
@@ -232,7 +232,7 @@ class Trainer(torch.optim.Optimizer):
             hierarchy=hierarchy,
         )
         if selection.updates_weights and isinstance(built, TorchOptimizer):
-            spec_for_store(built)  # raises if it cannot travel
+            checked_optimizer_spec(built)  # raises if it cannot travel
         # 4. Become a torch optimizer over these groups.
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = ParameterGroups([list(group["param_names"]) for group in groups], built, instance)

@@ -40,7 +40,7 @@ from kvstore_server.keys import (
     read_server_keys,
     read_token,
 )
-from kvstore_server.optimizer import create, spec_for_store
+from kvstore_server.optimizer import checked_optimizer_spec, create
 from kvstore_server.optimizer.state import pack_states
 from kvstore_server.plan import HashTableOptions, Plan, hash_table_spec, make_plan, tensor_spec_from
 from kvstore_server.probe import probe_servers, read_probe_keys
@@ -170,7 +170,7 @@ def _state_of_hash_table() -> tuple[dict[str, Any], bytes]:
 
 def valid_bodies() -> list[Any]:
     """Messages that a rank of a job may send, with numbers that are those of `Ranks`."""
-    spec = pack_control(spec_for_store(create("adam")))
+    spec = pack_control(checked_optimizer_spec(create("adam")))
     rows = struct.pack("<2q", 0, 2)
     return [
         m.Hello("job", 1, 2, 0, 1, "", "host:17", bytes(16), (_peer(1),)),
@@ -226,7 +226,7 @@ class Ranks:
                 if isinstance(out, m.Welcome):
                     self.sessions[rank] = out.session
         for rank in range(2):
-            self.ask(rank, m.SetOptimizer(pack_control(spec_for_store(create("adagrad")))))
+            self.ask(rank, m.SetOptimizer(pack_control(checked_optimizer_spec(create("adagrad")))))
             self.ask(rank, m.Register("k", KEYS, True))
         slices = [(one.index, bytes(4 * one.length)) for one in _plan().slices]
         self.ask(0, contribution(slices, 0, table=0, given=len(slices)))

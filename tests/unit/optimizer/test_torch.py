@@ -10,7 +10,7 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.optimizer import Optimizer, create, register, spec_for_store
+from kvstore_server.optimizer import Optimizer, checked_optimizer_spec, create, register
 from kvstore_server.optimizer.torch_family import ELEMENTWISE, WHOLE, TorchOptimizer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
@@ -318,7 +318,7 @@ class Line(optim.LBFGS):
 @pytest.mark.parametrize("use", ["torch:LBFGS", optim.LBFGS, Line])
 def test_a_class_that_looks_at_the_whole_model_is_refused_with_the_reason(use: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"(LBFGS|Line) .*SGD"):
-        spec_for_store(create(use))
+        checked_optimizer_spec(create(use))
     if isinstance(use, type):
         with pytest.raises(ConfigurationError, match=use.__name__):
             register(use)

@@ -14,7 +14,7 @@ from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.rounds import Mode
 from kvstore_server.errors import ProtocolError
-from kvstore_server.optimizer import spec_for_store
+from kvstore_server.optimizer import checked_optimizer_spec
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.shard import deltas
 from kvstore_server.shard.deltas import Deltas, add_delta_changes
@@ -305,7 +305,7 @@ class DelayedJob:
         self.clients = connected([self.engine], 2, mode=Mode("async"))
         optimizer = kvtrainer.optimizer.create("dcasgd", learning_rate=1.0, lamda=LAMDA)
         for client in self.clients:
-            client.set_optimizer(spec_for_store(optimizer))
+            client.set_optimizer(checked_optimizer_spec(optimizer))
         self.tables = [
             client.register({"t": [TensorSpec("k", (TABLE_NUMEL,), "float32")]})[0] for client in self.clients
         ]
