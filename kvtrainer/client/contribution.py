@@ -92,6 +92,21 @@ class Contribution(NamedTuple):
         return self._replace(rescale=factor / (num_members * parts))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but whole gradients, options, and what a successor gets."""
+        return not (
+            self.absent
+            or self.rows
+            or self.sources
+            or self.veto
+            or self.assign
+            or self.joined
+            or self.is_incremental
+            or self.unread
+            or self.guard is not None
+        )
+
+    @property
     def scale(self) -> float:
         """The factor of this contribution where no server knows the optimizer's own."""
         return 1.0 if self.rescale is None else self.rescale

@@ -110,9 +110,9 @@ class Rounds:
         self.open.update(dict.fromkeys(key, captured.round))
         error: BaseException | None = None
         try:
-            has_ended = captured.run(contribution)
+            has_ended = captured.replay(contribution)
         except BaseException as interruption:
-            if captured.is_ending:
+            if captured.is_writing:
                 raise  # its weights may be written in part: the next call is told
             has_ended, error = False, interruption
         self.num_captured += 1
@@ -122,7 +122,7 @@ class Rounds:
         # 3. What else happens is for the general path. A round that is only late may be like the next one.
         for index in key:
             del self.open[index]
-        if not captured.is_late:
+        if not captured.has_timed_out:
             del self._captured[key]
             self._backoffs[key].fail()
         if error is not None:
@@ -162,7 +162,7 @@ class Rounds:
         backoff = self._backoffs.setdefault(key, StallBackoff())
         if backoff.take_skip():
             return
-        if former is not None and former.is_used:
+        if former is not None and former.was_replayed:
             backoff.reset()
         elif former is not None:
             backoff.fail()
