@@ -140,7 +140,7 @@ def _is_routine_in_log(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
 
 def _logged_table(body: Any) -> str:
     if isinstance(body, m.Contribute):
-        return _format_logged_ids(body.commits[:, 0].tolist())
+        return _format_logged_ids(body.commits[:, m.COMMIT_TABLE].tolist())
     if isinstance(body, m.Done):
         return _format_logged_ids(body.rounds[:, 0].tolist())
     if isinstance(body, m.Pull):
@@ -153,7 +153,9 @@ def _logged_table(body: Any) -> str:
 
 def _logged_round(body: Any) -> str:
     if isinstance(body, m.Contribute):
-        return _format_logged_ids([*body.commits[:, 1].tolist(), *body.pushes[:, 1].tolist()])
+        return _format_logged_ids(
+            [*body.commits[:, m.COMMIT_ROUND].tolist(), *body.pushes[:, m.PUSH_ROUND].tolist()]
+        )
     if isinstance(body, m.Done):
         return _format_logged_ids(body.rounds[:, 1].tolist())
     if isinstance(body, m.Registered):
@@ -165,9 +167,9 @@ def _logged_round(body: Any) -> str:
 def _logged_slots(body: Any) -> str:
     words: list[int] = []
     if isinstance(body, m.Contribute):
-        words = body.pushes[:, 0].tolist()
+        words = body.pushes[:, m.PUSH_SLOT].tolist()
     elif isinstance(body, m.Weights):
-        words = [*body.parts[:, 0].tolist(), *body.locations[:, 0].tolist()]
+        words = [*body.parts[:, m.PART_SLOT].tolist(), *body.locations[:, m.LOCATION_SLOT].tolist()]
     elif isinstance(body, m.Missing):
         words = list(body.slots)
     return _format_logged_ids(m.unpack_slot(word)[0] for word in words)

@@ -678,7 +678,7 @@ class Server:
                 if (
                     isinstance(body, m.Weights)
                     and len(body.locations)
-                    and not channel.show(body.locations[:, 2])
+                    and not channel.show(body.locations[:, m.LOCATION_PLACE])
                 ):
                     return _Sent.LATER
                 head, payloads = encode_frames_and_payloads(reply)

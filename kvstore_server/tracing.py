@@ -14,17 +14,17 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control, unpack_control
 
 CALLS = "calls"
-"""Category: messages on a server, requests and waits on a worker."""
+"""Category of handled requests on a server, and of requests and waits on a worker."""
 ROUNDS = "rounds"
-"""Category: sums and updates."""
+"""Category of gradient sums and optimizer updates."""
 CATEGORIES = (CALLS, ROUNDS)
 ROUND_LANE = 0
-"""The lane of a server's rounds; requests of rank r are in lane r + 1."""
+"""The lane of a server's rounds; requests of rank r are in lane r + 1. A lane is Chrome's `tid`."""
 LIMIT = 100_000
 """How many events are stored, about 50 MB; later ones are only counted."""
 _LONGEST_NAME = 200
-_PIECE = 512 * 1024
-"""Bytes of events in one message; one more event still fits into a frame."""
+_PAGE_SIZE = 512 * 1024
+"""Bytes of events in one message. The last event may exceed it: a frame has room for one more."""
 
 Clock = Callable[[], float]
 
@@ -60,10 +60,11 @@ class Trace:
         self._limit = limit
 
     def add(self, name: str, category: str, start: float, lane: int, args: Mapping[str, Any]) -> None:
-        self.add_past(Event(name[:_LONGEST_NAME], category, start, self.clock() - start, lane, args))
+        """Record an event that ends now."""
+        self.append(Event(name[:_LONGEST_NAME], category, start, self.clock() - start, lane, args))
 
-    def add_past(self, event: Event) -> None:
-        """Record an event that has ended, possibly before."""
+    def append(self, event: Event) -> None:
+        """Record an event that has ended."""
         if event.category not in self.categories:
             return
         if len(self.events) >= self._limit:
@@ -78,14 +79,17 @@ class Recording:
     def __init__(self) -> None:
         self.trace: Trace | None = None
         self.active: Trace | None = None
-        """The trace that records events now; None while recording is off, which is all that hot paths check."""
+        """The trace to record into; None while recording is off. Hot paths only test this attribute."""
         self._is_running = self._is_paused = False
 
     def switch(self, action: str, categories: Collection[str], clock: Clock | None) -> None:
-        """Apply an action; repeating it has no effect.
+        """Apply an action of MXNet's profiler; repeating it has no effect.
+
+        Events are recorded between "run" and "stop", except between "pause" and "resume", which do not depend on them.
+        Another "run" continues the same trace, with the categories that it names; "finish" discards the trace.
 
         Args:
-            action: run, stop, pause, resume, or finish, after which "run" starts a new trace.
+            action: "run", "stop", "pause", "resume" or "finish".
             categories: What a "run" records.
 
         Raises:
@@ -94,7 +98,7 @@ class Recording:
         """
         if action == "run":
             if clock is None:
-                raise ConfigurationError("this engine has no clock, so it cannot be profiled")
+                raise ConfigurationError("there is no clock here, so nothing can be profiled")
             if any(name not in CATEGORIES for name in categories):
                 raise ProtocolError(f"no such categories of events: {categories!r:.80}")
             self.trace = self.trace or Trace(clock)
@@ -111,8 +115,8 @@ class Recording:
             raise ProtocolError(f"profiling has no action {action!r:.80}")
         self.active = self.trace if self._is_running and not self._is_paused else None
 
-    def piece(self, start: int) -> dict[str, Any]:
-        """Return the events from number `start` on that fit into a message, for `events_of`."""
+    def page(self, start: int) -> dict[str, Any]:
+        """Return as many packed events as fit into a message, from number `start` on; see `unpack_events`."""
         trace = self.trace
         if trace is None:
             return {"events": [], "total": 0, "dropped": 0}
@@ -121,39 +125,39 @@ class Recording:
         for event in trace.events[start:]:
             packed.append(pack_control(list(event)))
             size += len(packed[-1])
-            if size >= _PIECE:
+            if size >= _PAGE_SIZE:
                 break
         return {"events": packed, "total": len(trace.events), "dropped": trace.dropped}
 
-    def answer(self, body: m.Profile, clock: Clock | None) -> dict[str, Any]:
+    def handle(self, body: m.Profile, clock: Clock | None) -> dict[str, Any]:
         """Apply the action of a message; return the values of the answer. Raises like `switch`."""
         if body.action == "fetch":
-            return self.piece(body.start)
+            return self.page(body.start)
         self.switch(body.action, body.categories, clock)
         return {}
 
 
-def answer_and_record(
-    trace: Trace, body: m.RequestBody, rank: int, answer: Callable[[], list[m.Outgoing]]
+def handle_and_trace(
+    trace: Trace, body: m.RequestBody, rank: int, handle: Callable[[], list[m.Outgoing]]
 ) -> list[m.Outgoing]:
-    """Answer a rank's message, and record its duration and payload bytes."""
+    """Handle a rank's message, and record how long that took and its payload bytes."""
     start = trace.clock()
-    replies = answer()
+    replies = handle()
     nbytes = {"bytes_in": payload_in(body), "bytes_out": sum(payload_out(out.reply.body) for out in replies)}
     trace.add(type(body).__name__, CALLS, start, rank + 1, nbytes)
     return replies
 
 
 def payload_in(body: m.RequestBody) -> int:
-    return int(body.pushes[:, 3].sum()) if isinstance(body, m.Contribute) else 0
+    return int(body.pushes[:, m.PUSH_NBYTES].sum()) if isinstance(body, m.Contribute) else 0
 
 
 def payload_out(body: m.ReplyBody) -> int:
-    return int(body.parts[:, 3].sum()) if isinstance(body, m.Weights) else 0
+    return int(body.parts[:, m.PART_NBYTES].sum()) if isinstance(body, m.Weights) else 0
 
 
-def events_of(packed: Iterable[bytes]) -> list[Event]:
-    """Inverse of the packing in `Recording.piece`. Raises ProtocolError if these are not events."""
+def unpack_events(packed: Iterable[bytes]) -> list[Event]:
+    """Decode the events of a `Recording.page`. Raises ProtocolError if these are not events."""
     return [_read_trace_event(unpack_control(one)) for one in packed]
 
 
@@ -176,12 +180,12 @@ def chrome_trace(
         lanes: Returns the name of a lane.
         dropped: How many events are missing at the end.
     """
-    rows: list[dict[str, Any]] = [_name_trace_lane("process_name", pid, 0, process)]
+    rows: list[dict[str, Any]] = [_metadata_event("process_name", pid, 0, process)]
     named: set[int] = set()
     for name, category, start, duration, lane, args in events:
         if lane not in named:
             named.add(lane)
-            rows.append(_name_trace_lane("thread_name", pid, lane, lanes(lane)))
+            rows.append(_metadata_event("thread_name", pid, lane, lanes(lane)))
         rows.append(
             {
                 "name": name,
@@ -205,5 +209,5 @@ def chrome_trace(
     }
 
 
-def _name_trace_lane(what: str, pid: int, lane: int, name: str) -> dict[str, Any]:
+def _metadata_event(what: str, pid: int, lane: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": lane, "args": {"name": name}}

@@ -48,7 +48,8 @@ MAX_CAPTURED = 64
 """How many rounds of different tables are kept."""
 _COUNTS, _FIRST_SLOT = slice(32, 48), slice(72, 80)
 """The bytes of a contribution's first frame with the numbers of slices and commits, and with the first slice."""
-_FIXED_OF_PUSH, _FIXED_OF_COMMIT = [0, 2, 3], [0, 2, 3, 5]
+_FIXED_OF_PUSH = [m.PUSH_SLOT, m.PUSH_GENERATION, m.PUSH_NBYTES]
+_FIXED_OF_COMMIT = [m.COMMIT_TABLE, m.COMMIT_COUNT, m.COMMIT_GENERATIONS, m.COMMIT_FLAGS]
 """The columns that are the same in each round."""
 _NO_PUSHES, _NO_COMMITS = m.matrix((), m.PUSH_WORDS), m.matrix((), m.COMMIT_WORDS)
 
@@ -98,17 +99,17 @@ class CapturedMessage:
         frames, _ = encode_frames_and_payloads(noted.request)
         self._template, self._nbytes = ContributeTemplate(frames[0]), noted.nbytes
         self.key = key_of(noted.peer, frames)
-        self.flags, self._timeout = int(body.commits[0, 5]), body.timeout
+        self.flags, self._timeout = int(body.commits[0, m.COMMIT_FLAGS]), body.timeout
         # 1. Which rounds its numbers are of.
-        slots = body.pushes[:, 0]
-        self.tables: Ints = body.commits[:, 0]
+        slots = body.pushes[:, m.PUSH_SLOT]
+        self.tables: Ints = body.commits[:, m.COMMIT_TABLE]
         self._push_tables = space.rounds.slots.table[slots]
         # 2. Where in the payload the gradients of neighbouring slices are.
-        ends = np.cumsum(body.pushes[:, 3])
+        ends = np.cumsum(body.pushes[:, m.PUSH_NBYTES])
         order = np.argsort(slots)
-        offsets = (ends - body.pushes[:, 3])[order]
+        offsets = (ends - body.pushes[:, m.PUSH_NBYTES])[order]
         runs = space.rounds.slots.divide(slots[order], offsets)
-        begin_of = dict(zip(slots.tolist(), (ends - body.pushes[:, 3]).tolist(), strict=True))
+        begin_of = dict(zip(slots.tolist(), (ends - body.pushes[:, m.PUSH_NBYTES]).tolist(), strict=True))
         # The padding of a run's last slot is left out, so that a sum need not cut it off.
         self._runs = [
             (
@@ -120,7 +121,7 @@ class CapturedMessage:
             )
             for first, end, nbytes in runs
         ]
-        sizes = np.bincount(self._push_tables, body.pushes[:, 3]).astype(np.int64)
+        sizes = np.bincount(self._push_tables, body.pushes[:, m.PUSH_NBYTES]).astype(np.int64)
         self.received = [(number, int(sizes[number])) for number in np.flatnonzero(sizes).tolist()]
         # 3. The message of the open round, what is behind its commits, and when it has come.
         self.extra: m.Contribute | None = None
@@ -152,8 +153,8 @@ class CapturedMessage:
             return False
         words = np.frombuffer(fixed, np.int64)
         template.words[template.free] = words[template.free]
-        template.pushes[:, 1] = rounds[self._push_tables]
-        template.commits[:, 1] = rounds[self.tables]
+        template.pushes[:, m.PUSH_ROUND] = rounds[self._push_tables]
+        template.commits[:, m.COMMIT_ROUND] = rounds[self.tables]
         if template.frame != fixed or math.isinf(template.rescale[0]):
             return False
         self.extra = None
@@ -209,21 +210,21 @@ class CapturedAnswer:
         self._first_location = self._split - m.LOCATION_WORDS * len(weights.locations)
         # 1. The table of each version.
         table_of = dict(zip(batch.part_slots, batch.part_tables.tolist(), strict=True))
-        slots = [*weights.locations[:, 0].tolist(), *weights.parts[:, 0].tolist()]
+        slots = [*weights.locations[:, m.LOCATION_SLOT].tolist(), *weights.parts[:, m.PART_SLOT].tolist()]
         self._tables_of = np.array([table_of[slot] for slot in slots], np.int64)
         self._tables = batch.tables
         # 2. What is sent as bytes.
-        self._part_slots = weights.parts[:, 0].tolist()
+        self._part_slots = weights.parts[:, m.PART_SLOT].tolist()
         sizes = np.zeros(len(batch.tables), np.int64)
-        np.add.at(sizes, self._tables_of[len(weights.locations) :], weights.parts[:, 3])
+        np.add.at(sizes, self._tables_of[len(weights.locations) :], weights.parts[:, m.PART_NBYTES])
         self._sizes = [(batch.tables[at], int(sizes[at])) for at in np.flatnonzero(sizes).tolist()]
 
     @staticmethod
     def can_capture(batch: TableBatch, weights: m.Weights) -> bool:
         """Return whether later answers are like this one: one message, which tells no new locations."""
         return (
-            (weights.locations[:, 2] == m.SAME_LOCATION).all()
-            and (weights.parts[:, 2] == m.WHOLE).all()
+            (weights.locations[:, m.LOCATION_PLACE] == m.SAME_LOCATION).all()
+            and (weights.parts[:, m.PART_KIND] == m.WHOLE).all()
             and len(divided(weights)) == 1
             and not any([table.tracks_reads for table in batch.tables])
         )
@@ -405,7 +406,7 @@ class Captures:
         if noted is not None:
             if len(self._noted) >= MAX_CAPTURED:
                 self._noted.clear()
-            key = space.name, request.body.commits[:, 0].tobytes()  # type: ignore[union-attr]
+            key = space.name, request.body.commits[:, m.COMMIT_TABLE].tobytes()  # type: ignore[union-attr]
             self._noted.setdefault(key, {})[rank] = noted
 
     def capture(self, space: Namespace, batch: TableBatch, update: BatchUpdate) -> None:
@@ -420,9 +421,9 @@ class Captures:
             return
         for rank in ranks:
             body: Any = noted[rank].request.body if rank in noted else None
-            if body is None or not np.array_equal(body.commits[:, 0], batch.numbers):
+            if body is None or not np.array_equal(body.commits[:, m.COMMIT_TABLE], batch.numbers):
                 return
-            if not np.array_equal(np.sort(body.pushes[:, 0]), batch.all_slots):
+            if not np.array_equal(np.sort(body.pushes[:, m.PUSH_SLOT]), batch.all_slots):
                 return  # some slices came in other messages
         messages = [CapturedMessage(rank, noted[rank], space) for rank in ranks]
         found = CapturedBatch(space, batch, update, messages)

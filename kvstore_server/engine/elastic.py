@@ -247,7 +247,7 @@ def _views_of(space: Namespace, table: int, rank: int) -> Views:
 
 def view_of(body: m.Contribute) -> MemberView:
     """Return the view with which a rank commits."""
-    closes = int(body.commits[0, 1]) if body.closes else -1
+    closes = int(body.commits[0, m.COMMIT_ROUND]) if body.closes else -1
     return MemberView(body.view, body.members, body.num_backup, closes)
 
 

@@ -92,7 +92,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import Frame
 from kvstore_server.shard.norms import Decision
 from kvstore_server.shard.shard import Leases, Partial, Updater
-from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, answer_and_record
+from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handle_and_trace
 
 _log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class Engine:
             m.SliceState: self._put_state,
             m.Snapshot: self._snapshot,
             m.Stats: lambda sender, _: _make_status(sender, sender.space.stats(sender.now)),
-            m.Profile: lambda sender, body: _make_status(sender, sender.space.recording.answer(body, clock)),
+            m.Profile: lambda sender, body: _make_status(sender, sender.space.recording.handle(body, clock)),
             m.Command: self._command,
             m.Leave: self._leave,
             m.JoinRounds: self._join_rounds,
@@ -391,7 +391,7 @@ class Engine:
             sender = Sender(space, rank, waiter, session.token, now)
             if space.recording.active is None:
                 return answer(sender, body)
-            return answer_and_record(space.recording.active, body, rank, partial(answer, sender, body))
+            return handle_and_trace(space.recording.active, body, rank, partial(answer, sender, body))
         except KVStoreError as error:
             return [_make_failed(waiter, error)]
         except Exception as error:
@@ -553,10 +553,10 @@ class Engine:
         """Store slices, then count commits; every round that becomes complete is applied or held."""
         space, commits = sender.space, body.commits
         has_pushes = len(body.pushes) > 0
-        batch = space.batch_of(commits[:, 0]) if len(commits) else None
+        batch = space.batch_of(commits[:, m.COMMIT_TABLE]) if len(commits) else None
         out: list[m.Outgoing] = []
-        if batch is not None and space.views is not None and not commits[0, 5] & m.REPEATS:
-            is_follower = bool(commits[0, 5] & m.FOLLOWS)
+        if batch is not None and space.views is not None and not commits[0, m.COMMIT_FLAGS] & m.REPEATS:
+            is_follower = bool(commits[0, m.COMMIT_FLAGS] & m.FOLLOWS)
             check = follow if is_follower else check_view
             refusal = check(space, sender.rank, sender.waiter, body, sender.now)
             if isinstance(refusal, DelayedRequest):
@@ -564,7 +564,7 @@ class Engine:
             if refusal is not None:
                 out, batch = refusal, None
         # 1. An intent declared ahead of the slices. It is optional: without it the round is applied after all commits.
-        if batch is not None and commits[0, 5] & m.DECLARES_INTENT:
+        if batch is not None and commits[0, m.COMMIT_FLAGS] & m.DECLARES_INTENT:
             has_backup = space.views is not None and space.views.backup_workers > 0
             if self.is_stopping or space.name in self.updaters or has_backup:
                 return []
@@ -574,16 +574,18 @@ class Engine:
             space.push(sender.rank, body)
             space.note_begun()
         if space.rounds.pipelined and has_pushes:
-            out += pipelined.advance(space, [m.unpack_slot(word)[0] for word in body.pushes[:, 0].tolist()])
+            out += pipelined.advance(
+                space, [m.unpack_slot(word)[0] for word in body.pushes[:, m.PUSH_SLOT].tolist()]
+            )
         if batch is None:
             return out
         if self.captures is not None and space.views is None and space.mode.is_sync:
             request = m.Request(self.config.run_id, sender.session, sender.waiter.number, body)
             self.captures.note(space, sender.rank, sender.waiter.peer, request)
         # 3. Commits. With asynchronous contributions tables may be in different trackers: the first round is shared.
-        for tracker, mine in space.rounds.trackers(sender.rank, batch.numbers, commits[:, 1]):
+        for tracker, mine in space.rounds.trackers(sender.rank, batch.numbers, commits[:, m.COMMIT_ROUND]):
             if mine is not None:
-                commits, batch = body.commits[mine], space.batch_of(body.commits[mine, 0])
+                commits, batch = body.commits[mine], space.batch_of(body.commits[mine, m.COMMIT_TABLE])
             out += self._commit(sender, tracker, commits, batch, body)
         return out
 
@@ -594,7 +596,7 @@ class Engine:
         out: list[m.Outgoing] = []
         # 1. Refuse what cannot count, table by table, before anything is recorded.
         if self.is_stopping or body.hyper or any([table.conflict is not None for table in batch.tables]):
-            rounds = commits[:, 1].tolist()
+            rounds = commits[:, m.COMMIT_ROUND].tolist()
             errors = [
                 self._why_refused(tracker, *one, body.hyper) for one in zip(batch.tables, rounds, strict=True)
             ]
@@ -602,7 +604,7 @@ class Engine:
                 if error is not None:
                     out.append(_make_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
-            batch = space.batch_of(commits[:, 0])
+            batch = space.batch_of(commits[:, m.COMMIT_TABLE])
         # 2. Record the commits. `statuses` is None if all were accepted, which is the common case.
         statuses = tracker.commit(rank, commits, body, sender.waiter, now)
         space.note_begun()

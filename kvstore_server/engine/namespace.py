@@ -689,11 +689,11 @@ class Namespace:
             ProtocolError: A slice does not exist, or its round is not open yet; nothing was stored.
             ShapeMismatchError: A slice has another size or dtype.
         """
-        if len(body.pushes) == 1 and body.pushes[0, 0] >> m.PART > 0:
+        if len(body.pushes) == 1 and body.pushes[0, m.PUSH_SLOT] >> m.PART > 0:
             self._push_part(rank, body)
             return
         # 1. Find each slice in the payloads. The lookup is cached by the slots, sizes and dtypes of the message.
-        slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
+        slots, sizes = body.pushes[:, m.PUSH_SLOT], body.pushes[:, m.PUSH_NBYTES]
         types, sources = list[tuple[int, torch.dtype]](), list[Any]()
         for payload in body.payloads:
             types.append((payload.nbytes, payload.dtype))
@@ -724,7 +724,7 @@ class Namespace:
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
         # 3. Store them in the trackers of their rounds.
-        for tracker, mine in self.rounds.trackers(rank, table_numbers, body.pushes[:, 1]):
+        for tracker, mine in self.rounds.trackers(rank, table_numbers, body.pushes[:, m.PUSH_ROUND]):
             pushes = body.pushes
             if mine is None:
                 tracker.push(rank, pushes, sources, which, starts)
@@ -733,8 +733,8 @@ class Namespace:
                 tracker.push(rank, pushes, sources, which[mine], starts[mine])
             # A slice of the next round makes the last one final: it can no longer be undone.
             if self.shard.undos:
-                of = self.rounds.slots.table[pushes[:, 0]]
-                for number in set(of[pushes[:, 1] == tracker.numbers[of]].tolist()):
+                of = self.rounds.slots.table[pushes[:, m.PUSH_SLOT]]
+                for number in set(of[pushes[:, m.PUSH_ROUND] == tracker.numbers[of]].tolist()):
                     self.tables[number].begin_round(ALL if tracker is self.rounds.shared else rank)
 
     def _push_part(self, rank: int, body: m.Contribute) -> None:
@@ -934,15 +934,20 @@ class Namespace:
         with them.
         """
         parts, storage, sizes = batch.parts.copy(), self.shard.storage, batch.table_nbytes
-        parts[:, 1] = np.array([table.version for table in batch.tables])[batch.part_tables]
+        parts[:, m.PART_VERSION] = np.array([table.version for table in batch.tables])[batch.part_tables]
         payloads = list(map(storage.padded.__getitem__, batch.part_slots))
         if half:
             payloads = [
-                storage.half(*where) for where in zip(batch.part_slots, parts[:, 1].tolist(), strict=True)
+                storage.half(*where)
+                for where in zip(batch.part_slots, parts[:, m.PART_VERSION].tolist(), strict=True)
             ]
-            parts[:, 3] = [payload.nbytes for payload in payloads]
-            parts[parts[:, 3] < batch.parts[:, 3], 2] = m.HALF
-            sizes = np.bincount(batch.part_tables, parts[:, 3], len(batch.tables)).astype(np.int64).tolist()
+            parts[:, m.PART_NBYTES] = [payload.nbytes for payload in payloads]
+            parts[parts[:, m.PART_NBYTES] < batch.parts[:, m.PART_NBYTES], m.PART_KIND] = m.HALF
+            sizes = (
+                np.bincount(batch.part_tables, parts[:, m.PART_NBYTES], len(batch.tables))
+                .astype(np.int64)
+                .tolist()
+            )
         for table, size in zip(batch.tables, sizes, strict=True):
             table.bytes_out += size * len(ranks)
             if is_pull:
@@ -963,7 +968,7 @@ class Namespace:
         if not self.is_over(round_, table):
             return self.weights(batch, is_pull=True)
         parts = batch.parts.copy()
-        parts[:, 1] = table.version - 1
+        parts[:, m.PART_VERSION] = table.version - 1
         former = [self.shard.storage.former(slot) for slot in batch.part_slots]
         return m.Weights(parts, tuple([weights.clone() for weights in former if weights is not None]))
 
@@ -1003,11 +1008,11 @@ class Namespace:
         if are_known and not storage.has_moved:
             mapped = batch.first_mapped
             locations = np.full_like(locations, m.SAME_LOCATION)
-        located = np.array((batch.parts[mapped, 0], versions[mapped], locations[mapped])).T
+        located = np.array((batch.parts[mapped, m.PART_SLOT], versions[mapped], locations[mapped])).T
         # What cannot be mapped is sent as bytes.
         parts = batch.parts[others]
-        parts[:, 1] = versions[others]
-        payloads = tuple([storage.padded[slot] for slot in parts[:, 0].tolist()])
+        parts[:, m.PART_VERSION] = versions[others]
+        payloads = tuple([storage.padded[slot] for slot in parts[:, m.PART_SLOT].tolist()])
         for payload, index in zip(payloads, batch.part_tables[others].tolist(), strict=True):
             batch.tables[index].bytes_out += payload.nbytes * num_ranks
         return m.Weights(parts, payloads, self.are_weights_stable, located)

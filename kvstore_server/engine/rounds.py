@@ -591,8 +591,8 @@ class RoundTracker:
             inputs.waiters[table] = waiter
         if statuses is not None and len(waiting) > len(fresh):
             repeated = commits[statuses == CommitStatus.REPEATED]
-            stored = inputs.flags[repeated[:, 0]] & ~_ANSWER
-            inputs.flags[repeated[:, 0]] = stored | (repeated[:, 5] & _ANSWER)
+            stored = inputs.flags[repeated[:, m.COMMIT_TABLE]] & ~_ANSWER
+            inputs.flags[repeated[:, m.COMMIT_TABLE]] = stored | (repeated[:, m.COMMIT_FLAGS] & _ANSWER)
         is_plain = not (body.hold or any_flags & _SPECIAL)
         info = CommitInfo(body.rescale, body.timeout, body.hold, is_plain, now)
         for table in fresh:
@@ -611,11 +611,12 @@ class RoundTracker:
         """
         table, _, count, generations, _, flags = commit
         first, end = self._slots.first[table : table + 2].tolist()
-        slots, named = body.pushes[:, 0], body.pushes[:, 2]
-        if len(slots) and (slots.min() < first or slots.max() >= end or body.pushes[:, 3].any()):
+        slots, named = body.pushes[:, m.PUSH_SLOT], body.pushes[:, m.PUSH_GENERATION]
+        if len(slots) and (slots.min() < first or slots.max() >= end or body.pushes[:, m.PUSH_NBYTES].any()):
             raise ProtocolError(
                 f"a declared intent names slices {slots.min()} to {slots.max()} and contains "
-                f"{body.pushes[:, 3].sum()} bytes; table {table} has slices {first} to {end - 1} on this server"
+                f"{body.pushes[:, m.PUSH_NBYTES].sum()} bytes; table {table} has slices {first} to {end - 1} on this "
+                "server"
             )
         # The slices that are named have generations of their own; all others share the rest of the sum equally.
         arrivals = np.zeros(end - first, np.int64)
@@ -640,7 +641,7 @@ class RoundTracker:
         numbers, statuses = self.numbers[tables], np.zeros(len(commits), np.int64)
         # In ascending precedence: the state of a round outweighs what the rank has given to it.
         are_missing = inputs.sums[tables] != counts * _ARRIVED + generations
-        statuses[are_missing | (commits[:, 5] & m.REPEATS > 0)] = CommitStatus.REFUSED
+        statuses[are_missing | (commits[:, m.COMMIT_FLAGS] & m.REPEATS > 0)] = CommitStatus.REFUSED
         statuses[inputs.committed[tables]] = CommitStatus.REPEATED
         statuses[rounds < numbers] = CommitStatus.APPLIED
         statuses[(rounds < numbers) & (rounds >= self._failed[tables])] = CommitStatus.FAILED

@@ -1,14 +1,14 @@
-"""Apply optimizer updates to runs of elements, to some rows of a key, and to whole keys.
+"""Apply optimizer updates to ranges of elements, to some rows of a key, and to whole keys.
 
-A run is flat memory in whole 64-byte lines that is updated with the same options. `apply_update` is the one place
-where an optimizer is called. It prepares what the optimizer's class needs (float32 weights for half-precision ones,
-clipping, scaling, trees in the state), calls `Optimizer.update`, and checks what an unknown optimizer left in the
-state.
+A range is contiguous flat memory that is updated with the same options and begins and ends on a 64-byte boundary.
+`apply_update` is the one place where an optimizer is called. It prepares what the optimizer's class needs (float32
+weights for half-precision ones, clipping, scaling, trees in the state), calls `Optimizer.update`, and checks what an
+unknown optimizer left in the state.
 
-Fused kernels round the tail of a vector differently from its body. So runs are whole lines, and gathered rows are
-copied to scratch memory that is padded with zeros; then no bit depends on where the vector around an element was cut.
-That is tested for optimizers that are `verified`. For the same reason all others, such as those of users, get blocks
-that torch does not split between threads (`_apply_update_in_blocks`).
+Results are bitwise independent of how keys are sharded. Vectorized kernels may round the elements of their remainder
+loop differently from those of the main loop, so ranges have whole 64-byte lines, and gathered rows are copied to
+scratch memory that is padded with zeros. That is enough for optimizers that are `verified`: tests show it. All others,
+such as those of users, get blocks that torch does not split between threads (`_apply_update_in_blocks`).
 
 Callers have turned autograd off.
 """
@@ -60,7 +60,10 @@ def is_half(weight: Tensor) -> bool:
 
 
 def refresh_master(master: Tensor, weight: Tensor) -> Tensor:
-    """Return a float32 copy of weights, after copying those into it that were replaced (that are not its rounding)."""
+    """Return the float32 master weights, updated where the half-precision weight is not the rounded master any more.
+
+    Such weights were replaced by something else than an update.
+    """
     replaced = master.to(weight.dtype) != weight
     if replaced.any():
         master.copy_(torch.where(replaced, weight.to(master.dtype), master))
@@ -76,21 +79,21 @@ def apply_update(
     padding: Callable[[], Iterable[slice]] = tuple,
     scale: float = 1.0,
 ) -> None:
-    """Apply one update to a run of elements, or to a whole key (if the optimizer needs that, or the gradient is
+    """Apply one update to a range of elements, or to a whole key (if the optimizer needs that, or the gradient is
     sparse).
 
     Args:
         weight: Updated in place. For an elementwise optimizer: flat, in whole lines, with zero padding that stays
             zero. A key has its own shape, is contiguous, and was accepted by `optimizer.check_key`.
-        grad: Of the same shape, rescaled, with zero padding; float64 for float64 weights, otherwise float32. May be
+        grad: Of the same shape, with zero padding; float64 for float64 weights, otherwise float32. May be
             overwritten, unless the optimizer `takes_pieces` and nothing is clipped. May be a coalesced sparse tensor
             with one sparse dimension if `optimizer.takes_sparse(hyper)`, and `GradFragments` if it `takes_pieces`.
         state: Of these elements or this key, updated in place: plain values, and tensors with one number per element,
             or of any shape for a key. Trees are stored as by `flatten_trees`.
-        hyper: The options with multipliers applied; no tensors. A key has its name as 'key'; an optimizer that is
-            `positioned` needs 'key' and 'first'.
+        hyper: The options with multipliers applied; no tensors. Optimizers of whole keys also find the key's name as
+            'key', those that are `positioned` 'key' and 'first', the position of the first element in the key.
         padding: Returns the parts of `weight` that are padding.
-        scale: A factor to multiply a flat gradient by first.
+        scale: The factor of the gradient that is still to be applied; 1 for a sparse one.
 
     Raises:
         OptimizerError: The optimizer put something else than such tensors and plain values into the state.
@@ -105,9 +108,9 @@ def apply_update(
         step_hyper = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
         bound = None
         if hyper.get("clip_gradient") is not None:
-            # An optimizer that clips by itself reads the limit from its options.
-            limit = step_hyper["clip_gradient"] = bound_of(hyper["clip_gradient"], target)
-            bound = limit if optimizer.clips else None
+            # `clips` means that the gradient is clipped before `update`. Others clip there, by the option.
+            clip_value = step_hyper["clip_gradient"] = bound_of(hyper["clip_gradient"], target)
+            bound = clip_value if optimizer.clips else None
         if (
             bound is not None
             and optimizer.mxnet1_clips_decay
@@ -117,30 +120,30 @@ def apply_update(
             grad, scale = joined(grad, scale).add_(target, alpha=hyper["weight_decay"]), 1.0
             step_hyper["weight_decay"] = 0.0
         is_ready = scale == 1.0 and bound is None
-        # 2. Update. Flat memory on the CPU is updated in blocks, unless the optimizer cuts blocks itself (it takes the
-        # gradient in pieces), or everything is read only once (by a one-pass kernel, from a gradient that is ready).
+        # 2. Update: in one call if the optimizer cuts blocks itself (it takes the gradient in fragments), or reads
+        # everything only once (by a one-pass kernel, from a gradient that is ready). Else in blocks if on the CPU.
         is_flat_on_cpu = is_flat and weight.device.type == "cpu"
-        given: Any = grad
+        update_grad: Any = grad
         if is_flat_on_cpu and not (optimizer.takes_pieces or (optimizer.one_pass and is_ready)):
-            _apply_update_in_blocks(optimizer, target, given, state, step_hyper, scale, bound)
+            _apply_update_in_blocks(optimizer, target, update_grad, state, step_hyper, scale, bound)
         else:
             if is_flat_on_cpu and optimizer.takes_pieces:
                 tensors, cuts = (
                     (grad.tensors, grad.cuts) if isinstance(grad, GradFragments) else ([grad], None)
                 )
-                given = GradFragments(tensors, scale, bound, cuts)
+                update_grad = GradFragments(tensors, scale, bound, cuts)
             else:
-                given = given if scale == 1.0 else given * scale
+                update_grad = update_grad if scale == 1.0 else update_grad * scale
                 if bound is not None:
-                    (given.values() if is_sparse else given).clamp_(-bound, bound)
+                    (update_grad.values() if is_sparse else update_grad).clamp_(-bound, bound)
             values = optimizer.create_state(target) if state.is_new else state.values
             if not optimizer.verified:
                 values = unflatten_trees(values)
-            optimizer.update(target, given, values, step_hyper)
+            optimizer.update(target, update_grad, values, step_hyper)
             if not optimizer.verified:
                 shape, values = target.shape if is_flat else None, flatten_trees(values)
                 values = {
-                    n: _check_applied_entry(optimizer, n, v, (target, given), shape)
+                    n: _checked_entry(optimizer, n, v, (target, update_grad), shape)
                     for n, v in values.items()
                 }
             state.values = values
@@ -170,14 +173,14 @@ def _apply_update_in_blocks(
     scale: float,
     bound: float | None,
 ) -> None:
-    """Update a run in blocks that stay in the cache, or that have the same bits wherever a vector is cut."""
+    """Update a range in blocks that stay in the cache, or that have the same bits wherever a vector is cut."""
     # Bits of an unverified optimizer could depend on where a vector ends, so it gets blocks without a remainder that
     # torch does not split between threads, padded with zeros.
     length = CACHED if optimizer.verified else _BLOCK
     former = state.values
     result: Values = {}
-    # 1. Cut the block out of weights, gradient and state.
     for offset in range(0, weight.numel(), length):
+        # 1. Cut the block out of weights, gradient and state.
         part = slice(offset, offset + length)
         count = weight[part].numel()
         spare = 0 if optimizer.verified else -count % _VECTORS
@@ -205,11 +208,7 @@ def _apply_update_in_blocks(
         if spare:
             weight[part].copy_(padded[:count])
         for name, value in values.items():
-            entry = (
-                value
-                if optimizer.verified
-                else _check_applied_entry(optimizer, name, value, (), padded.shape)
-            )
+            entry = value if optimizer.verified else _checked_entry(optimizer, name, value, (), padded.shape)
             if _is_array(entry):
                 whole = result.get(name, former.get(name))
                 if not isinstance(whole, Tensor):
@@ -221,10 +220,13 @@ def _apply_update_in_blocks(
     state.values = result
 
 
-def _check_applied_entry(
-    optimizer: Optimizer, name: str, value: object, borrowed: Sequence[Tensor], shape: torch.Size | None
+def _checked_entry(
+    optimizer: Optimizer, name: str, value: object, arguments: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
-    """Check an entry of the state; copy it if it shares memory with a borrowed tensor. Raises OptimizerError."""
+    """Return what an optimizer has put into its state, copied if it shares memory with an argument of `update`.
+
+    Raises OptimizerError if it cannot be an entry.
+    """
     fits = is_plain_tree_leaf(value)
     got = type(value).__name__
     if isinstance(value, Tensor) and is_composed_tensor(value):
@@ -245,7 +247,7 @@ def _check_applied_entry(
             f"{' or '.join(RESERVED)}"
         )
     if isinstance(value, Tensor):
-        dense = [other.values() if other.is_sparse else other for other in borrowed]
+        dense = [other.values() if other.is_sparse else other for other in arguments]
         memory = {other.untyped_storage().data_ptr() for other in dense}
         return value.clone() if value.untyped_storage().data_ptr() in memory else value
     return value
@@ -292,29 +294,29 @@ def apply_update_to_rows(
             device=grad_rows.device,
         )
         apply_update(optimizer, weight, sparse, state, hyper)
-    elif applies_to_rows(optimizer, hyper):
-        _apply_update_lazily(optimizer, weight, rows, grad_rows, state, hyper, allocate)
+    elif needs_row_sparse(optimizer, hyper):
+        _update_rows_lazily(optimizer, weight, rows, grad_rows, state, hyper, allocate)
     else:
         dense = grad_rows.new_zeros(weight.shape)
         dense[rows] = grad_rows
         apply_update(optimizer, weight, dense, state, hyper)
 
 
-def applies_to_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
+def needs_row_sparse(optimizer: Optimizer, hyper: Hyper) -> bool:
     """Return whether a row-sparse gradient must stay one: with zeros in all other rows the result would differ."""
     # Gathered rows are not adjacent, so a positioned optimizer could not know their positions: it gets zeros, too.
     return optimizer.takes_sparse(hyper) or (optimizer.updates_rows(hyper) and not optimizer.positioned)
 
 
-def applies_to_rows_alone(optimizer: Optimizer, hyper: Hyper) -> bool:
+def leaves_other_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
     """Return whether `apply_update_to_rows` is known to leave the weights of all other rows unchanged."""
     if optimizer.takes_sparse(hyper):
         # The momentum of torch's SGD moves all rows that ever had a gradient.
         return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")
-    return applies_to_rows(optimizer, hyper)
+    return needs_row_sparse(optimizer, hyper)
 
 
-def _apply_update_lazily(
+def _update_rows_lazily(
     optimizer: Optimizer,
     weight: Tensor,
     rows: Tensor,
@@ -324,20 +326,21 @@ def _apply_update_lazily(
     allocate: EntryAllocator,
 ) -> None:
     """Update the rows present as if they were a whole key."""
-    if not state.step:  # create_state gets the whole key
-        whole = weight.float() if is_half(weight) else weight
-        if optimizer.multi_precision and whole is not weight and state.master is None:
-            state.master = whole
-        state.values.update(create_state_of_rows(optimizer, whole))
+    # The state is made of the whole key. Then there are values before the first step, so `apply_update` makes none.
+    if not state.step:
+        wide = weight.float() if is_half(weight) else weight
+        if optimizer.multi_precision and wide is not weight and state.master is None:
+            state.master = wide
+        state.values.update(create_row_state(optimizer, wide))
     update_rows_with_state(optimizer, weight, rows, grad_rows, state, hyper, allocate)
 
 
-def create_state_of_rows(optimizer: Optimizer, weight: Tensor) -> Values:
-    """Return the state of rows before their first update: numbers, and tensors with a row for each."""
+def create_row_state(optimizer: Optimizer, weight: Tensor) -> Values:
+    """Return the state of rows before their first update: numbers, and tensors with as many rows as `weight`."""
     values = optimizer.create_state(weight.reshape(-1) if optimizer.elementwise else weight)
     found: Values = {}
     for name, value in flatten_trees(values).items():
-        entry = _check_applied_entry(optimizer, name, value, (weight,), None)
+        entry = _checked_entry(optimizer, name, value, (weight,), None)
         is_flat = optimizer.elementwise and _is_array(entry)
         found[name] = torch.as_tensor(entry, device=weight.device).view(weight.shape) if is_flat else entry
     return found
@@ -367,11 +370,11 @@ def update_rows_with_state(
             if count > at_once:
                 part = slice(first, first + at_once)
                 own, grad = rows[part], grad_rows[part]
-            _apply_update_to_some_rows(optimizer, weight, own, grad, state, hyper, allocate)
+            _update_block_of_rows(optimizer, weight, own, grad, state, hyper, allocate)
     state.step += 1
 
 
-def _apply_update_to_some_rows(
+def _update_block_of_rows(
     optimizer: Optimizer,
     weight: Tensor,
     rows: Tensor,

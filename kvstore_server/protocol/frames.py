@@ -186,7 +186,7 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
     if not isinstance(body, m.Contribute | m.Weights):
         return [body]
     # 1. The common case: everything fits into one message.
-    sizes = body.parts[:, 3] if isinstance(body, m.Weights) else body.pushes[:, 3]
+    sizes = body.parts[:, m.PART_NBYTES] if isinstance(body, m.Weights) else body.pushes[:, m.PUSH_NBYTES]
     if len(sizes) < 2:
         return [body]
     # A large slice gets a message of its own, so that it is not copied together with others.
@@ -419,9 +419,12 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
         raise ProtocolError(f"a commit wants a norm of type {hold}; it must be 0 or more")
     pushes = np.ndarray((num_pushes, m.PUSH_WORDS), _WORD, body, begin)
     commits = np.ndarray((num_commits, m.COMMIT_WORDS), _WORD, body, split)
-    if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
+    if np.bitwise_or.reduce(commits[:, m.COMMIT_FLAGS]) & ~m.ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
-    payload, factor = _read_payload_frame(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
+    payload, factor = (
+        _read_payload_frame(frames[1], pushes[:, m.PUSH_NBYTES]),
+        None if math.isnan(rescale) else rescale,
+    )
     contribution = m.Contribute(pushes, (payload,), commits, rescale=factor, timeout=timeout, hold=hold)
     if nbytes > size:
         decode_extra(body[size:], contribution)
@@ -540,7 +543,7 @@ def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
     if is_done:
         return m.Done(rows)
     parts = np.ndarray(((nbytes - split) // row, m.PART_WORDS), _WORD, body, split)
-    return m.Weights(parts, (_read_payload_frame(frames[1], parts[:, 3]),), locations=rows)
+    return m.Weights(parts, (_read_payload_frame(frames[1], parts[:, m.PART_NBYTES]),), locations=rows)
 
 
 def _encode_pull(pull: m.Pull) -> list[bytes]:

@@ -144,6 +144,11 @@ PART = 32
 (exclusive).
 """
 PUSH_WORDS, COMMIT_WORDS, PART_WORDS, LOCATION_WORDS = 4, 6, 4, 3
+# The columns of `Contribute.pushes` and `commits`, and of `Weights.parts` and `locations`.
+PUSH_SLOT, PUSH_ROUND, PUSH_GENERATION, PUSH_NBYTES = range(PUSH_WORDS)
+COMMIT_TABLE, COMMIT_ROUND, COMMIT_COUNT, COMMIT_GENERATIONS, COMMIT_VERSION, COMMIT_FLAGS = range(6)
+PART_SLOT, PART_VERSION, PART_KIND, PART_NBYTES = range(PART_WORDS)
+LOCATION_SLOT, LOCATION_VERSION, LOCATION_PLACE = range(LOCATION_WORDS)
 SAME_LOCATION = -1
 """Stands for the known location of slices that have not moved."""
 

@@ -54,7 +54,7 @@ from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolEr
 from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer.apply import (
     apply_update,
-    create_state_of_rows,
+    create_row_state,
     is_half,
     update_rows_with_state,
 )
@@ -820,7 +820,7 @@ class HashTable:
         if self.master is not None:
             self._protect(self.master, slots.numpy())
             scatter_rows(self.master, slots, wide)
-        created = create_state_of_rows(optimizer, wide)
+        created = create_row_state(optimizer, wide)
         for name, value in created.items():
             if not _is_array(value):
                 self.values.setdefault(name, value)

@@ -36,7 +36,7 @@ from kvstore_server.durable.spill_folder import SpilledMemory, SpillFile, SpillF
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.failpoints import failpoint
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, apply_update_to_rows
-from kvstore_server.optimizer.apply import applies_to_rows, applies_to_rows_alone
+from kvstore_server.optimizer.apply import leaves_other_rows, needs_row_sparse
 from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, scatter_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import HashTableOptions, Ints, Plan, Slice, TensorSpec, row_numel
@@ -691,7 +691,7 @@ class Shard:
             return
         starts = [(one.part.start - begin) // layout.width for one in layouts]
         for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True):
-            is_all = not applies_to_rows_alone(optimizer, block.hypers[one.first])
+            is_all = not leaves_other_rows(optimizer, block.hypers[one.first])
             self._record_rows(one.key, None if is_all else ids)
 
     @staticmethod
@@ -701,8 +701,7 @@ class Shard:
             return False  # its float32 copy follows weights that were replaced
         # The first update creates the state of all rows.
         return all(
-            block.states.steps[i:j].all() and applies_to_rows_alone(optimizer, block.hypers[i])
-            for i, j in runs
+            block.states.steps[i:j].all() and leaves_other_rows(optimizer, block.hypers[i]) for i, j in runs
         )
 
     def _key_state(
@@ -1064,7 +1063,7 @@ class Shard:
             for key in self._sums.given_as_rows(contributions)
             if not optimizer.elementwise
             or key in self.hash_tables
-            or applies_to_rows(
+            or needs_row_sparse(
                 optimizer, self.storage.layouts[key].block.hypers[self.storage.layouts[key].first]
             )
         ]

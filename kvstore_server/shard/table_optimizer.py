@@ -7,7 +7,7 @@ import json
 import math
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.apply import applies_to_rows_alone
+from kvstore_server.optimizer.apply import leaves_other_rows
 from kvstore_server.optimizer.base import Hyper, Optimizer
 from kvstore_server.optimizer.gluon import SGD
 from kvstore_server.optimizer.registry import checked_optimizer_spec, create_optimizer_from_spec
@@ -101,7 +101,7 @@ def check_hash_table(what: str, options: HashTableOptions, optimizer: Optimizer,
             "rows without gradient, too, whose norms would not be limited; use lazy_update=True, or leave out max_norm"
         )
     needs_all = type(optimizer).hyper_for_rows is not Optimizer.hyper_for_rows or optimizer.positioned
-    fits = moves_all or applies_to_rows_alone(optimizer, hyper)
+    fits = moves_all or leaves_other_rows(optimizer, hyper)
     if needs_all or optimizer.may_raise or not fits:
         given = [f"{one}={hyper[one]}" for one in ("momentum", "weight_decay", "lazy_update") if one in hyper]
         raise ConfigurationError(

@@ -234,7 +234,9 @@ class _CapturedRequest:
         encoded = [encode_frames_and_payloads(m.Request(run_id, session_id, 0, body)) for body in bodies]
         self._templates = [ContributeTemplate(frames[0]) for frames, _ in encoded]
         self._push_tables = [
-            _slice_if_single(layout.push_table[[layout.slots[slot] for slot in body.pushes[:, 0].tolist()]])
+            _slice_if_single(
+                layout.push_table[[layout.slots[slot] for slot in body.pushes[:, m.PUSH_SLOT].tolist()]]
+            )
             for body in bodies
         ]
         *slices, self.payloads = [payloads or () for _, payloads in encoded]
@@ -269,11 +271,11 @@ class _CapturedRequest:
         rounds = self._tables.round[self._index]
         for template, push_tables in zip(self._templates, self._push_tables, strict=True):
             template.number[0] = number
-            template.pushes[:, 1] = rounds[push_tables]
+            template.pushes[:, m.PUSH_ROUND] = rounds[push_tables]
         last = self._templates[-1]
         last.rescale[0] = math.nan if contribution.rescale is None else contribution.rescale
-        last.commits[:, 1] = rounds
-        last.commits[:, 4] = self._tables.version[self.server][self._index]
+        last.commits[:, m.COMMIT_ROUND] = rounds
+        last.commits[:, m.COMMIT_VERSION] = self._tables.version[self.server][self._index]
         if self._small:
             torch._foreach_copy_(self._gathered, _views_at(contribution.values or (), self._small))
 
@@ -300,18 +302,22 @@ class _CapturedRequest:
         # 1. It has to say that mapped slices have not moved, and bring all others as they are.
         mapped = [] if layout.mapped is None else layout.mapped.tolist()
         located = {
-            layout.table[layout.slots[slot]] for slot in body.locations[:, 0].tolist() if slot in layout.slots
+            layout.table[layout.slots[slot]]
+            for slot in body.locations[:, m.LOCATION_SLOT].tolist()
+            if slot in layout.slots
         }
-        if (body.locations[:, 2] != m.SAME_LOCATION).any() or located != {layout.table[at] for at in mapped}:
+        if (body.locations[:, m.LOCATION_PLACE] != m.SAME_LOCATION).any() or located != {
+            layout.table[at] for at in mapped
+        }:
             return None
-        places = [layout.slots.get(slot, -1) for slot in body.parts[:, 0].tolist()]
-        if sorted([*mapped, *places]) != layout.resident or (body.parts[:, 2] != m.WHOLE).any():
+        places = [layout.slots.get(slot, -1) for slot in body.parts[:, m.PART_SLOT].tolist()]
+        if sorted([*mapped, *places]) != layout.resident or (body.parts[:, m.PART_KIND] != m.WHOLE).any():
             return None
-        if body.parts[:, 3].tolist() != [layout.nbytes[at] for at in places]:
+        if body.parts[:, m.PART_NBYTES].tolist() != [layout.nbytes[at] for at in places]:
             return None
         # 2. Which table each version in it is of, and where the weights go.
         answer = WeightsTemplate(frames[0])
-        slots = [*body.locations[:, 0].tolist(), *body.parts[:, 0].tolist()]
+        slots = [*body.locations[:, m.LOCATION_SLOT].tolist(), *body.parts[:, m.PART_SLOT].tolist()]
         tables = np.array([layout.table[layout.slots[slot]] for slot in slots], np.int64)
         _, first = np.unique(tables, return_index=True)
         self._first_versions, self._version_tables = answer.versions_at[first], _slice_if_single(tables)

@@ -30,7 +30,7 @@ from kvstore_server.plan import Plan, Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, divided, pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
-from kvstore_server.tracing import Event, Trace, events_of
+from kvstore_server.tracing import Event, Trace, unpack_events
 from kvtrainer.client.rounds import Rounds
 from kvtrainer.client.row_reads import RowPulls
 from kvtrainer.client.saves import load, save
@@ -357,7 +357,7 @@ class Client:
             assert isinstance(reply, m.Status)
             if not events:
                 total = int(reply.values["total"])  # what is added meanwhile may wait for the next time
-            more = events_of(reply.values["events"])
+            more = unpack_events(reply.values["events"])
             dropped = int(reply.values["dropped"])
             if not more:
                 break

@@ -257,11 +257,11 @@ class ContributionLayout:
         ]
         self.slots = {slot: at for at, slot in enumerate(slots)}
         self.pushes = np.zeros((len(slots), m.PUSH_WORDS), np.int64)
-        self.pushes[:, 0], self.pushes[:, 3] = slots, self.nbytes
+        self.pushes[:, m.PUSH_SLOT], self.pushes[:, m.PUSH_NBYTES] = slots, self.nbytes
         self.push_table = np.array(self.table, np.int64)
         self.commits = np.zeros((len(self.tables), m.COMMIT_WORDS), np.int64)
-        self.commits[:, 0], self.commits[:, 2] = numbers[here], self.num_resident
-        self.commits[:, 5] = m.WANTS_WEIGHTS * (self.num_resident > 0)
+        self.commits[:, m.COMMIT_TABLE], self.commits[:, m.COMMIT_COUNT] = numbers[here], self.num_resident
+        self.commits[:, m.COMMIT_FLAGS] = m.WANTS_WEIGHTS * (self.num_resident > 0)
         # 5. What rounds leave for the next one.
         self.spare: GatheredContribution | None = None
         """The buffer of a round that is over."""

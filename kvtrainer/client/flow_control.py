@@ -81,8 +81,8 @@ def cut(
         length = max(most // (itemsize * _PART_MULTIPLE), 1) * _PART_MULTIPLE * itemsize
         for begin in range(0, nbytes, length):
             part, pushes = raw[begin : begin + length], one.pushes.copy()
-            pushes[0, 0] |= (begin + len(part)) // itemsize << m.PART
-            pushes[0, 3] = len(part)
+            pushes[0, m.PUSH_SLOT] |= (begin + len(part)) // itemsize << m.PART
+            pushes[0, m.PUSH_NBYTES] = len(part)
             yield replace(one, pushes=pushes, payloads=(part,))
 
 
@@ -169,10 +169,14 @@ class FlowWindow:
 
     def sent(self, body: m.RequestBody, priority: int) -> None:
         """Record a message that was sent: a declared intent begins a round, and a part of a slice is in flight."""
-        if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.DECLARES_INTENT:
+        if (
+            isinstance(body, m.Contribute)
+            and len(body.commits)
+            and body.commits[0, m.COMMIT_FLAGS] & m.DECLARES_INTENT
+        ):
             # A declared round begins. Others are not answered in parts, so nothing is held back for them.
             self._is_windowed = not self._stalls.take_skip()
-            self._is_computing = bool(body.commits[0, 5] & m.TENTATIVE)
+            self._is_computing = bool(body.commits[0, m.COMMIT_FLAGS] & m.TENTATIVE)
             self.release_at = None
             self._most = _MAX_WITH_OTHERS if self._in_flight else _MAX_IN_FLIGHT
             self._longest = self._longest if self._in_flight else 0
@@ -191,7 +195,7 @@ class FlowWindow:
         """Record new weights that have come: the parts that they answer are no longer in flight."""
         if not self._slices or not isinstance(body, m.Weights):
             return
-        for slot, end in map(m.unpack_slot, body.parts[:, 0].tolist()):
+        for slot, end in map(m.unpack_slot, body.parts[:, m.PART_SLOT].tolist()):
             progress = self._slices.get(slot)
             if progress is not None:
                 # Weights up to `end`, or of the whole slice, may be those of more than this worker has sent.
@@ -226,5 +230,5 @@ class PartialPush(NamedTuple):
 def _partial_push(body: m.RequestBody) -> PartialPush | None:
     if not isinstance(body, m.Contribute) or len(body.pushes) != 1:
         return None
-    slot, end = m.unpack_slot(int(body.pushes[0, 0]))
-    return PartialPush(slot, end, int(body.pushes[0, 1])) if end else None
+    slot, end = m.unpack_slot(int(body.pushes[0, m.PUSH_SLOT]))
+    return PartialPush(slot, end, int(body.pushes[0, m.PUSH_ROUND])) if end else None

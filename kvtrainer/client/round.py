@@ -100,7 +100,11 @@ class Round:
         log.round(
             state,
             self.session.options.namespace,
-            [number for request in server_requests for number in request.layout.commits[:, 0].tolist()],
+            [
+                number
+                for request in server_requests
+                for number in request.layout.commits[:, m.COMMIT_TABLE].tolist()
+            ],
             [number for request in server_requests for number in request.rounds.tolist()],
             [table.name for table in self.contribution.tables],
             self.session.options.rank,

@@ -233,7 +233,7 @@ class Rounds:
                 request.number = session.next_number() if number is None else number
                 session.listen(request.number, partial(self._receive, round_, request))
                 if round_.follows:
-                    request.commits[:, 1] = follows
+                    request.commits[:, m.COMMIT_ROUND] = follows
                 if eager is not None and round_.valid is not None:
                     request.follow(round_.valid, len(round_.valid) == len(eager.sent))
                 round_.server_requests.append(request)
@@ -702,7 +702,7 @@ class Rounds:
 
     def _abort_early(self, request: ServerRequest, at: int, error: BaseException | None) -> None:
         """Abort the round of a table on a server that has not answered yet, because another one has failed it."""
-        number = int(request.layout.commits[at, 0])
+        number = int(request.layout.commits[at, m.COMMIT_TABLE])
         is_repeated = isinstance(error, RepeatedRoundError)
         abort = m.Abort(number, request.layout.tables[at].round, describe(error), False, is_repeated)
         self._session.send(request.server, self._session.next_number(), abort)
@@ -775,7 +775,7 @@ class Rounds:
             closed = MemberView(told.closed_view, told.closed_ranks, 0, told.round - 1)
         if closed is None or request.server == round_.coordinator or request not in round_.open:
             return
-        number = int(request.layout.commits[0, 0])
+        number = int(request.layout.commits[0, m.COMMIT_TABLE])
         body = m.CloseRound(number, closed.closes, closed.number, closed.ranks)
         self._session.send(request.server, self._session.next_number(), body)
 
@@ -892,7 +892,9 @@ class Rounds:
         _, (coef, clip_value, skip) = round_.decided[table.name]
         for request, at in parts:
             if at in request.open and at not in request.complete:
-                resolve = m.Resolve(int(request.layout.commits[at, 0]), table.round, coef, clip_value, skip)
+                resolve = m.Resolve(
+                    int(request.layout.commits[at, m.COMMIT_TABLE]), table.round, coef, clip_value, skip
+                )
                 self._session.send(request.server, request.number, resolve, round_.contribution.priority)
             # Also if another worker was faster, so that the point counts rounds.
             failpoint("worker.round.next_decision")

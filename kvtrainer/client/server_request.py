@@ -110,14 +110,18 @@ class ServerRequest:
     def _make_commits(self, round_: RoundInputs, all_tables: Tables) -> m.Matrix:
         contribution, layout = round_.contribution, self.layout
         commits = layout.commits.copy()
-        commits[:, 1] = self.rounds
+        commits[:, m.COMMIT_ROUND] = self.rounds
         if self.given is not layout.resident:
-            commits[:, 2] = np.bincount(layout.push_table[self.given], minlength=len(layout.tables))
+            commits[:, m.COMMIT_COUNT] = np.bincount(
+                layout.push_table[self.given], minlength=len(layout.tables)
+            )
         is_incremental, wants = (
             contribution.is_incremental or layout.takes_deltas,
             contribution.outs is not None,
         )
-        commits[:, 4] = (all_tables.held if is_incremental else all_tables.version)[self.server][layout.index]
+        commits[:, m.COMMIT_VERSION] = (all_tables.held if is_incremental else all_tables.version)[
+            self.server
+        ][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_incremental
         asks = m.FOLLOWS if round_.follows else m.REPEATS
@@ -125,7 +129,7 @@ class ServerRequest:
         if wants and contribution.sink.maps and round_.session.transport.channel(self.server) is not None:
             flags |= m.MAPS_WEIGHTS | m.LOCATIONS_CACHED * (layout.mapped is not None)
         if flags or not wants:
-            commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
+            commits[:, m.COMMIT_FLAGS] = (layout.commits[:, m.COMMIT_FLAGS] if wants else 0) | flags
         return commits
 
     def follow(self, valid: Collection[int], are_all: bool) -> None:
@@ -137,8 +141,8 @@ class ServerRequest:
         """
         self.valid = frozenset([at for at in self.given if self.layout.slices[at].index in valid])
         self.generation = int(not are_all)
-        self.commits[:, 3] = self.generation * (len(self.given) - len(self.valid))
-        self.commits[:, 5] |= m.DISCARD_EAGER * (not valid)
+        self.commits[:, m.COMMIT_GENERATIONS] = self.generation * (len(self.given) - len(self.valid))
+        self.commits[:, m.COMMIT_FLAGS] |= m.DISCARD_EAGER * (not valid)
 
     def intent(self, round_: RoundInputs, tentative: bool = False) -> m.Contribute | None:
         """Return a message that tells a server what the commit will say, so that it can use single slices before.
@@ -154,8 +158,8 @@ class ServerRequest:
             return None
         self.incoming.has_intent = True
         commits, pushes = self.commits.copy(), layout.pushes[valid]
-        commits[:, 5] |= m.DECLARES_INTENT | m.TENTATIVE * tentative
-        pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[valid]], 0
+        commits[:, m.COMMIT_FLAGS] |= m.DECLARES_INTENT | m.TENTATIVE * tentative
+        pushes[:, m.PUSH_ROUND], pushes[:, m.PUSH_NBYTES] = self.rounds[layout.push_table[valid]], 0
         view = self._view(round_)
         return m.Contribute(
             pushes,
@@ -180,9 +184,9 @@ class ServerRequest:
         self.skipped.clear()
         self.open.update(range(len(self.layout.tables)))
         self.start_over(shares_memory)
-        self.commits[:, 1], self.commits[:, 2:4] = round_, 0
+        self.commits[:, m.COMMIT_ROUND], self.commits[:, m.COMMIT_COUNT : m.COMMIT_VERSION] = round_, 0
         kept = m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF
-        self.commits[:, 5] = (self.commits[:, 5] & kept) | m.FOLLOWS
+        self.commits[:, m.COMMIT_FLAGS] = (self.commits[:, m.COMMIT_FLAGS] & kept) | m.FOLLOWS
 
     def adopt(self, speculative: ServerRequest) -> None:
         """Adopt the request declared during the backward pass, with the weights already received."""
@@ -198,7 +202,7 @@ class ServerRequest:
         Args:
             shares_memory: Whether there is a channel to the new process.
         """
-        self.commits[:, 5] &= ~(m.LOCATIONS_CACHED | (0 if shares_memory else m.MAPS_WEIGHTS))
+        self.commits[:, m.COMMIT_FLAGS] &= ~(m.LOCATIONS_CACHED | (0 if shares_memory else m.MAPS_WEIGHTS))
         self.held.clear()
         self.complete.clear()
         for at in self.open if self.incoming.are_wanted else ():
@@ -218,7 +222,7 @@ class ServerRequest:
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout
         commits = self.commits if len(self.open) == len(self.commits) else self.commits[sorted(self.open)]
         if round_.is_read and not round_.repeats_commit:
-            return [m.Pull(tuple(commits[:, 0].tolist()), timeout, round_.as_of_round)]
+            return [m.Pull(tuple(commits[:, m.COMMIT_TABLE].tolist()), timeout, round_.as_of_round)]
         # 1. Slices by form: encoded, in shared memory, plain.
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]] = []
         """(form, slices, what they are given)."""
@@ -253,11 +257,11 @@ class ServerRequest:
         for number, (form, own, data) in enumerate(batches, start=1):
             where = np.array(own, np.int64)
             pushes = layout.pushes[where]
-            pushes[:, 1] = self.rounds[layout.push_table[where]]
+            pushes[:, m.PUSH_ROUND] = self.rounds[layout.push_table[where]]
             if self.generation:
-                pushes[:, 2] = [at not in self.valid for at in own]
+                pushes[:, m.PUSH_GENERATION] = [at not in self.valid for at in own]
             if form:
-                pushes[:, 3] = [one.nbytes for one in data]
+                pushes[:, m.PUSH_NBYTES] = [one.nbytes for one in data]
             body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
             is_cut = self.incoming.has_intent and number < len(batches)
             share = self.in_flight * nbytes // max(layout.total, 1)
@@ -268,7 +272,9 @@ class ServerRequest:
         view = self._view(round_)
         body.view, body.members, body.num_backup, body.closes = *view[:3], view.closes >= 0
         if contribution.absent:
-            body.absent = tuple(itertools.product(commits[:, 0].tolist(), sorted(contribution.absent)))
+            body.absent = tuple(
+                itertools.product(commits[:, m.COMMIT_TABLE].tolist(), sorted(contribution.absent))
+            )
         if contribution.guard is not None:
             body.hold = contribution.guard.norm_type
         return bodies

@@ -975,7 +975,7 @@ class SessionTrace:
         known = self._open.pop(number, None)
         if known is not None:
             category = ROUNDS if "rounds" in known.args else CALLS
-            self.trace.add_past(
+            self.trace.append(
                 Event(known.name, category, known.start, known.last - known.start, known.lane, known.args)
             )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.optimizer.apply import create_state_of_rows
+from kvstore_server.optimizer.apply import create_row_state
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import HASH_SLICES, Plan, slices_of_hashes
 from kvstore_server.shard.hash_table import weights_of_slice
@@ -129,7 +129,7 @@ def _state_of_new_rows(
         "wide weights": wide,
         "decayed": torch.full((count, 1), state.get("decay", 0.0), dtype=torch.float64, device="cpu"),
     }
-    created = create_state_of_rows(optimizer, wide)
+    created = create_row_state(optimizer, wide)
     for name, value in state.items():
         if name.startswith("state ") and isinstance(value, Tensor) and value.dim():
             # An entry that has come with a later update is zero before it.

@@ -31,7 +31,7 @@ class Messages:
             send(session, server, number, body, priority)
 
         def received(session: Session, server: int, reply: m.Reply, now: float) -> None:
-            is_rows = isinstance(reply.body, m.Weights) and m.VALUES in reply.body.parts[:, 2]
+            is_rows = isinstance(reply.body, m.Weights) and m.VALUES in reply.body.parts[:, m.PART_KIND]
             self.answered += [server] * is_rows
             dispatch(session, server, reply, now)
 

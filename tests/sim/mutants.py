@@ -148,7 +148,7 @@ def veto_ignored_by_one_server(self: Any, body: Any) -> Any:
     if not isinstance(body, m.Contribute) or not self.config.server:
         return body
     commits = body.commits.copy()
-    commits[:, 5] &= ~m.VETOES
+    commits[:, m.COMMIT_FLAGS] &= ~m.VETOES
     return replace(body, commits=commits)
 
 
@@ -344,7 +344,9 @@ def count_based_round(real: Any, self: Any, rank: int, commits: m.Matrix, *args:
 def mixed_generation(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A commit is accepted with whatever generation of a slice is there."""
     commits = commits.copy()
-    commits[:, 3] = self.of(rank).sums[commits[:, 0]] - commits[:, 2] * _ARRIVED
+    commits[:, m.COMMIT_GENERATIONS] = (
+        self.of(rank).sums[commits[:, m.COMMIT_TABLE]] - commits[:, m.COMMIT_COUNT] * _ARRIVED
+    )
     return real(self, rank, commits, *args)
 
 
@@ -390,7 +392,7 @@ def early_apply(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) 
     """A round does not wait for the slowest worker."""
     verdicts = real(self, rank, commits, *args)
     is_accepted = True if verdicts is None else verdicts == CommitStatus.ACCEPTED
-    tables = commits[is_accepted & (commits[:, 1] > 0), 0]
+    tables = commits[is_accepted & (commits[:, m.COMMIT_ROUND] > 0), m.COMMIT_TABLE]
     self.num_committed[tables[self.num_committed[tables] == self.num_members - 1]] += 1
     return verdicts
 
@@ -555,7 +557,9 @@ def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
 @hears(SYNC)
 def generations_unnamed(self: Any, body: Any) -> Any:
     """Of an announcement the slices that it names are not looked at."""
-    is_announcement = isinstance(body, m.Contribute) and (body.commits[:, 5] & m.DECLARES_INTENT).any()
+    is_announcement = (
+        isinstance(body, m.Contribute) and (body.commits[:, m.COMMIT_FLAGS] & m.DECLARES_INTENT).any()
+    )
     return replace(body, pushes=body.pushes[:0]) if is_announcement else body
 
 

@@ -166,7 +166,7 @@ def lost_commit_counts_when_repeated(
     body = request.body
     if isinstance(body, m.Contribute) and len(body.commits):
         commits = body.commits.copy()
-        commits[:, 5] &= ~m.REPEATS
+        commits[:, m.COMMIT_FLAGS] &= ~m.REPEATS
         body = m.Contribute(
             body.pushes, body.payloads, commits, body.encoding, body.hyper, body.absent, body.rescale, body.timeout,
             body.hold, body.client_state,

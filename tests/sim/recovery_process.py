@@ -178,7 +178,7 @@ class Process:
         if isinstance(body, m.Missing):
             # A decision may follow the commit, if a sum was held that a killed server has lost since.
             commit = [one for one in call.bodies if isinstance(one, m.Contribute)][-1]
-            if not commit.commits[0, 5] & m.REPEATS:
+            if not commit.commits[0, m.COMMIT_FLAGS] & m.REPEATS:
                 call.is_sent = False
                 return  # everything is sent again
             # What the others answer does not matter any more. One may hold a sum until this rank commits elsewhere.

@@ -165,7 +165,7 @@ class Referee:
     def _contribute(self, sender: Worker, to: To, body: m.Contribute, now: float) -> Told | None:
         codec = b"" if body.encoding == PACKED_ROWS else body.encoding
         told: Told = []
-        is_announcement = len(body.commits) > 0 and body.commits[0, 5] & m.DECLARES_INTENT
+        is_announcement = len(body.commits) > 0 and body.commits[0, m.COMMIT_FLAGS] & m.DECLARES_INTENT
         pushes = [] if is_announcement else body.pushes.tolist()
         for slot, round_, generation, _ in pushes:
             self._model_of[slot].push(sender.rank, round_, slot, generation, codec)

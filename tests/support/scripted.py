@@ -181,7 +181,9 @@ def is_commit(body: m.RequestBody) -> bool:
 
 def is_announcement(body: m.RequestBody) -> bool:
     """Whether a message says what a commit is going to say."""
-    return isinstance(body, m.Contribute) and bool((body.commits[:, 5] & m.DECLARES_INTENT).any())
+    return isinstance(body, m.Contribute) and bool(
+        (body.commits[:, m.COMMIT_FLAGS] & m.DECLARES_INTENT).any()
+    )
 
 
 def add_table(rounds: Rounds, name: str, plan: Plan, number: int, round_: int = 0) -> RemoteTable:

@@ -33,7 +33,9 @@ def test_a_commit_is_announced_to_every_server_before_its_slices() -> None:
         assert isinstance(last, m.Contribute)
         assert not len(first.pushes)
         assert first.commits[:, :5].tolist() == last.commits[:, :5].tolist()
-        assert (first.commits[:, 5] ^ last.commits[:, 5]).tolist() == [m.DECLARES_INTENT]
+        assert (first.commits[:, m.COMMIT_FLAGS] ^ last.commits[:, m.COMMIT_FLAGS]).tolist() == [
+            m.DECLARES_INTENT
+        ]
         assert (first.rescale, first.hyper) == (last.rescale, last.hyper) == (0.5, b"numbers")
 
 
@@ -101,7 +103,7 @@ def test_a_round_of_which_some_gradients_were_replaced_names_those_that_count_as
     changed.values[0]["float32"][0] = 7.0
     bench.rounds.start(changed)
     [said] = announcements(bench)
-    assert said.commits[:, 2:4].tolist() == [[8, 7]]
+    assert said.commits[:, m.COMMIT_COUNT : m.COMMIT_VERSION].tolist() == [[8, 7]]
     assert said.pushes.tolist() == [[SLOT + 1, 3, 0, 0]]
 
 
@@ -111,4 +113,4 @@ def test_a_round_is_announced_of_which_some_slices_went_ahead_as_they_are() -> N
     bench.rounds.push_eagerly(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
     bench.rounds.start(bench.contribution())
     [said] = announcements(bench)
-    assert said.commits[:, 2:4].tolist() == [[len(bench.plan.slices), 0]]
+    assert said.commits[:, m.COMMIT_COUNT : m.COMMIT_VERSION].tolist() == [[len(bench.plan.slices), 0]]

@@ -105,7 +105,11 @@ class Job:
         return len(self.table.plan.slices)
 
     def discards(self) -> bool:
-        [found] = {bool(body.commits[0, 5] & m.DISCARD_EAGER) for _, body in self.sent if len(body.commits)}
+        [found] = {
+            bool(body.commits[0, m.COMMIT_FLAGS] & m.DISCARD_EAGER)
+            for _, body in self.sent
+            if len(body.commits)
+        }
         return found
 
 
@@ -347,7 +351,7 @@ def test_slices_that_queue_leave_in_the_order_of_the_next_forward_pass_and_the_c
     for server in range(SERVERS):
         bodies = [body for to, body in held.gone if to == server]
         assert is_announcement(bodies[0]) == is_remote
-        slots = [slot for body in bodies for slot in body.pushes[:, 0].tolist()]
+        slots = [slot for body in bodies for slot in body.pushes[:, m.PUSH_SLOT].tolist()]
         assert len(slots) == len(plan.slices_of(server)) > 1
         assert slots == sorted(slots)
         assert [at for at, body in enumerate(bodies) if len(body.commits)][-1] == len(bodies) - 1
@@ -363,7 +367,9 @@ def test_parts_of_slices_that_queue_leave_as_the_backward_pass_gave_them(
     held.let_go()
     for server in range(SERVERS):
         places = [
-            m.unpack_slot(int(one.pushes[0, 0])) for to, one in held.gone if to == server and len(one.pushes)
+            m.unpack_slot(int(one.pushes[0, m.PUSH_SLOT]))
+            for to, one in held.gone
+            if to == server and len(one.pushes)
         ]
         assert places == sorted(places, key=lambda place: (-place[0], place[1]))
         assert len(places) > len(plan.slices_of(server)) > 1

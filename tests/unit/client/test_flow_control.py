@@ -170,7 +170,7 @@ def test_what_is_sent_in_half_precision_goes_in_parts_and_gives_the_same_bits_as
 
     def note(line: Line, server: int, request: m.Request, priority: int = 0) -> None:
         if isinstance(request.body, m.Contribute) and request.body.encoding and len(request.body.pushes) == 1:
-            parts.append(m.unpack_slot(int(request.body.pushes[0, 0]))[1])
+            parts.append(m.unpack_slot(int(request.body.pushes[0, m.PUSH_SLOT]))[1])
         send(line, server, request, priority)
 
     monkeypatch.setattr(Line, "send", note)
@@ -188,7 +188,7 @@ def test_parts_are_larger_while_rounds_of_other_tables_are_under_way(monkeypatch
 
     def note(line: Line, server: int, request: m.Request, priority: int = 0) -> None:
         if isinstance(request.body, m.Contribute) and len(request.body.pushes) == 1:
-            sizes.add(int(request.body.pushes[0, 3]))
+            sizes.add(int(request.body.pushes[0, m.PUSH_NBYTES]))
         send(line, server, request, priority)
 
     monkeypatch.setattr(Line, "send", note)

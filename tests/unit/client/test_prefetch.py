@@ -57,7 +57,9 @@ class Job:
         """Of each commit of rank 0, whether it requests weights."""
         commits = [body for _, body in self.line.sent if is_commit(body)]
         return [
-            bool(body.commits[0, 5] & m.WANTS_WEIGHTS) for body in commits if isinstance(body, m.Contribute)
+            bool(body.commits[0, m.COMMIT_FLAGS] & m.WANTS_WEIGHTS)
+            for body in commits
+            if isinstance(body, m.Contribute)
         ]
 
     @property

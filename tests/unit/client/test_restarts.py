@@ -314,7 +314,7 @@ class Restarted(Bench):
     def slices(self, server: int) -> set[int]:
         """The slots of which the server was sent something since the last one came back."""
         bodies: list[Any] = self.servers.bodies(m.Contribute, server)
-        return {m.unpack_slot(word)[0] for body in bodies for word in body.pushes[:, 0].tolist()}
+        return {m.unpack_slot(word)[0] for body in bodies for word in body.pushes[:, m.PUSH_SLOT].tolist()}
 
 
 def test_a_server_that_is_back_gets_all_slices_and_commits_of_the_open_round() -> None:
@@ -408,7 +408,7 @@ def test_every_open_round_is_sent_again_also_one_that_is_not_waited_for() -> Non
     while not bench.is_back:
         session.wait([SimpleNamespace(server=0)], lambda one: None, bench.servers.now, 1.0)
     session.process_received()
-    numbers = {int(r.body.commits[0, 0]) for _, r in bench.servers.sent if is_commit(r.body)}  # type: ignore[union-attr]
+    numbers = {int(r.body.commits[0, m.COMMIT_TABLE]) for _, r in bench.servers.sent if is_commit(r.body)}  # type: ignore[union-attr]
     assert numbers == {5, 40}
     assert not first.is_over
 

@@ -190,7 +190,7 @@ def test_slices_that_a_server_misses_are_sent_again_with_the_commit(near: None) 
     again = bench.servers.sent[-1][1].body
     assert isinstance(again, m.Contribute)
     assert is_commit(again)
-    assert again.pushes[:, 0].tolist() == [last]
+    assert again.pushes[:, m.PUSH_SLOT].tolist() == [last]
     sent = [body for body in bench.servers.bodies(m.Contribute) if isinstance(body, m.Contribute)]
     assert sum([len(body.pushes) for body in sent]) == len(bench.plan.slices) + 1
 
@@ -312,7 +312,7 @@ def test_any_subset_of_tables_in_any_order_is_one_message_in_the_order_of_the_se
     servers.answer = lambda server, request: [Done((4, 0, 0), (2, 0, 0), (5, 0, 0))]
     rounds.wait(rounds.start(ones([tables[at] for at in (4, 2, 5)])))
     [body] = servers.bodies(m.Contribute)
-    assert body.commits[:, 0].tolist() == [2, 4, 5]  # type: ignore[attr-defined]
+    assert body.commits[:, m.COMMIT_TABLE].tolist() == [2, 4, 5]  # type: ignore[attr-defined]
     assert [table.round for table in tables] == [0, 0, 1, 0, 1, 1]
 
 
@@ -388,7 +388,10 @@ def sent(servers: Scripted) -> list[tuple[str, list[int]]]:
     """(codec or "", bytes of each slice) of every message with slices."""
     bodies = [body for body in servers.bodies(m.Contribute) if isinstance(body, m.Contribute)]
     return [
-        (unpack_control(body.encoding)["type"] if body.encoding else "", body.pushes[:, 3].tolist())
+        (
+            unpack_control(body.encoding)["type"] if body.encoding else "",
+            body.pushes[:, m.PUSH_NBYTES].tolist(),
+        )
         for body in bodies
         if len(body.pushes)
     ]

@@ -79,7 +79,7 @@ class Job:
         said = [
             body for _, body in self.line.sent if isinstance(body, m.Contribute) and is_announcement(body)
         ]
-        return [bool(body.commits[0, 5] & m.TENTATIVE) for body in said]
+        return [bool(body.commits[0, m.COMMIT_FLAGS] & m.TENTATIVE) for body in said]
 
 
 @pytest.fixture

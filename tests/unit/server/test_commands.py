@@ -19,7 +19,16 @@ from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode_frames, pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
-from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
+from kvstore_server.tracing import (
+    CALLS,
+    CATEGORIES,
+    ROUNDS,
+    Event,
+    Recording,
+    Trace,
+    chrome_trace,
+    unpack_events,
+)
 from kvtrainer.client.client import Client, LoopbackTransport
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.session import SessionOptions
@@ -345,7 +354,7 @@ def test_an_engine_without_a_clock_says_that_it_cannot_measure() -> None:
 )
 def test_what_profiling_does_not_know_is_a_protocol_error(body: m.Profile, text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
-        Recording().answer(body, Ticking())
+        Recording().handle(body, Ticking())
 
 
 def test_events_beyond_the_limit_are_counted_only() -> None:
@@ -369,7 +378,7 @@ def test_many_events_travel_in_pieces_that_fit_a_frame_and_arrive_as_they_were()
     assert events[: len(sent)] == sent
     recording = engine.namespaces["job"].recording
     pieces = [
-        encode_frames(m.Request(0, 0, 0, m.Status(recording.piece(at))))[1:]
+        encode_frames(m.Request(0, 0, 0, m.Status(recording.page(at))))[1:]
         for at in (0, 3000, 5999, 6000, 10**9)
     ]
     assert max(len(piece) for piece in pieces) <= MAX_FRAME
@@ -386,7 +395,7 @@ def test_a_very_long_name_is_cut_so_that_one_event_never_fills_a_frame() -> None
 )
 def test_bytes_that_are_no_event_are_a_protocol_error(values: Any) -> None:
     with pytest.raises(ProtocolError):
-        events_of([pack_control(values)])
+        unpack_events([pack_control(values)])
 
 
 def test_a_trace_file_has_complete_events_in_microseconds_and_names_for_processes_and_lanes() -> None:

@@ -54,7 +54,7 @@ def test_a_rank_reads_its_own_contribution_and_the_version_says_how_many_there_w
     done, weights = job.commit(0, 1, 5.0, flags=m.WANTS_WEIGHTS)
     assert done == Done((0, 1, 2))
     assert isinstance(weights, m.Weights)
-    assert weights.parts[:, 1].tolist() == [2]
+    assert weights.parts[:, m.PART_VERSION].tolist() == [2]
     assert weights.payloads[0][:8].tolist() == [7.0] * 8
 
 
@@ -176,8 +176,8 @@ def test_slices_that_somebody_reads_come_as_bytes_beside_the_places_of_others(le
     leases.hold(weights.payloads[3])
     for [sent] in commit_by_both(job, MAPS):
         assert isinstance(sent, m.Weights)
-        assert sent.locations[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
-        assert sent.parts[:, 0].tolist() == [3]
+        assert sent.locations[:, m.LOCATION_SLOT].tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert sent.parts[:, m.PART_SLOT].tolist() == [3]
         assert set(sent.payloads[0].tolist()) == {2.0}
     assert not weights.payloads[3].any()
 
@@ -200,9 +200,9 @@ def test_a_rank_that_knows_all_places_is_told_every_one_where_a_slice_has_moved(
     leases.hold(weights.payloads[3])
     for [sent] in commit_by_both(job, KNOWS):
         assert isinstance(sent, m.Weights)
-        assert sent.locations[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
-        assert (sent.locations[:, 2] > 0).all()
-        assert sent.parts[:, 0].tolist() == [3]
+        assert sent.locations[:, m.LOCATION_SLOT].tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert (sent.locations[:, m.LOCATION_PLACE] > 0).all()
+        assert sent.parts[:, m.PART_SLOT].tolist() == [3]
 
 
 def test_ranks_that_do_not_map_weights_are_sent_them_beside_those_that_do(leases: Leases) -> None:

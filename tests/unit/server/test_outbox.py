@@ -64,7 +64,7 @@ def test_messages_with_weights_go_to_workers_in_turn() -> None:
         m.Outgoing(b"c", weights(range(1), long))
     ]
     found = [
-        (out.peer, int(out.reply.body.parts[0, 0]))
+        (out.peer, int(out.reply.body.parts[0, m.PART_SLOT]))
         for out in pack_replies(outs)
         if isinstance(out.reply.body, m.Weights)
     ]
@@ -76,7 +76,7 @@ def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:
     waiting.append(weights(range(4)))
     left = waiting.without_coming(weights(range(2, 6)))
     assert isinstance(left.body, m.Weights)
-    assert left.body.parts[:, 0].tolist() == [4, 5]
+    assert left.body.parts[:, m.PART_SLOT].tolist() == [4, 5]
     assert [payload[0] for payload in left.body.payloads] == [4.0, 5.0]
 
 

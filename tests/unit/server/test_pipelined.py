@@ -48,8 +48,8 @@ class Job(EngineJob):
         bodies = [body for body in self.replies.get((rank, SAYS), []) if isinstance(body, m.Weights)]
         return [
             (
-                body.parts[:, 0].tolist(),
-                set(body.parts[:, 1].tolist()),
+                body.parts[:, m.PART_SLOT].tolist(),
+                set(body.parts[:, m.PART_VERSION].tolist()),
                 set(torch.cat([one[:8] for one in body.payloads]).tolist()),
             )
             for body in bodies
@@ -243,7 +243,7 @@ class Parts(Job):
     def ends(self, rank: int) -> list[int]:
         """Where the parts end in slice 0 of which a rank has been told new weights."""
         bodies = [body for body in self.replies.get((rank, SAYS), []) if isinstance(body, m.Weights)]
-        places = [m.unpack_slot(word) for body in bodies for word in body.parts[:, 0].tolist()]
+        places = [m.unpack_slot(word) for body in bodies for word in body.parts[:, m.PART_SLOT].tolist()]
         return [4 * end for slot, end in places if end and not slot]
 
     def check(self, value: float) -> None:
@@ -341,7 +341,7 @@ def test_a_rank_that_wants_rounded_weights_gets_parts_of_them(parts: Parts) -> N
         parts.part(rank, 1)
     [first, second] = [body for body in parts.replies[1, SAYS] if isinstance(body, m.Weights)]
     assert parts.ends(1) == [PART, 2 * PART]
-    assert first.parts[0, 2] == second.parts[0, 2] == m.HALF
+    assert first.parts[0, m.PART_KIND] == second.parts[0, m.PART_KIND] == m.HALF
     assert first.payloads[0].dtype == torch.bfloat16
 
 
