@@ -23,6 +23,7 @@ from kvtrainer.errors import (
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.states.format import read_state_file
 from tests.support.processes import Members, Processes, new_name, raised, together
+from tests.support.stores import Servers
 
 IDS = torch.arange(60)
 """Some of the ids that are drawn."""
@@ -75,10 +76,10 @@ class Worker:
 
 
 def on_servers(
-    servers: int, processes: Processes, members: Members, work: Callable[[Worker], Any], **options: Any
+    servers: int, jobs: Servers, members: Members, work: Callable[[Worker], Any], **options: Any
 ) -> list[Any]:
     """What two workers return, beside so many servers."""
-    started = processes.servers(servers)
+    started = jobs.of(servers)
     name = new_name()
 
     def one(rank: int) -> Any:
@@ -99,13 +100,13 @@ MOMENTUM: dict[str, Any] = {
 def test_a_table_has_the_same_bits_on_any_number_of_servers(
     way: str,
     options: dict[str, Any],
-    processes: Processes,
+    jobs: Servers,
     members: Members,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", way)
     found = [
-        on_servers(servers, processes, members, lambda worker: worker.train(0, 12), of_table=options)
+        on_servers(servers, jobs, members, lambda worker: worker.train(0, 12), of_table=options)
         for servers in (1, 2, 3)
     ]
     for of_servers in found:
@@ -113,19 +114,17 @@ def test_a_table_has_the_same_bits_on_any_number_of_servers(
         assert torch.equal(of_servers[0], found[0][0])
 
 
-def test_one_worker_beside_servers_has_the_bits_of_a_process_alone(
-    processes: Processes, members: Members
-) -> None:
-    alone, beside = Worker("local"), Worker(members.join(processes.servers(2), 0, 1, new_name()))
+def test_one_worker_beside_servers_has_the_bits_of_a_process_alone(jobs: Servers, members: Members) -> None:
+    alone, beside = Worker("local"), Worker(members.join(jobs.of(2), 0, 1, new_name()))
     with alone.trainer, beside.trainer:
         assert torch.equal(alone.train(0, 10), beside.train(0, 10))
 
 
 def test_rows_that_were_prefetched_are_those_that_are_fetched(
-    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
-    plain, ahead = (Worker(members.join(processes.servers(2), 0, 1, new_name())) for _ in range(2))
+    plain, ahead = (Worker(members.join(jobs.of(2), 0, 1, new_name())) for _ in range(2))
     with plain.trainer, ahead.trainer:
         assert torch.equal(plain.train(0, 8), ahead.train(0, 8, prefetches=True))
 
@@ -133,21 +132,21 @@ def test_rows_that_were_prefetched_are_those_that_are_fetched(
 @pytest.mark.parametrize("way", ["auto", "tcp"])
 @pytest.mark.parametrize("cache_rows", [20, 10_000])
 def test_workers_that_keep_rows_have_the_same_bits(
-    cache_rows: int, way: str, processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+    cache_rows: int, way: str, jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", way)
 
     def work(worker: Worker) -> Tensor:
         return worker.train(0, 12, prefetches=worker.rank == 0)
 
-    plain = on_servers(2, processes, members, work)
-    kept = on_servers(2, processes, members, work, cache_rows=cache_rows)
+    plain = on_servers(2, jobs, members, work)
+    kept = on_servers(2, jobs, members, work, cache_rows=cache_rows)
     assert torch.equal(kept[0], kept[1])
     assert torch.equal(kept[0], plain[0])
 
 
 def test_rows_that_a_worker_keeps_are_not_those_from_before_a_load(
-    processes: Processes, members: Members, tmp_path: Path
+    jobs: Servers, members: Members, tmp_path: Path
 ) -> None:
     def work(worker: Worker) -> tuple[Tensor, Tensor]:
         worker.train(0, 6)
@@ -160,12 +159,12 @@ def test_rows_that_a_worker_keeps_are_not_those_from_before_a_load(
             found.append(worker.weights()[:-9])  # without the dense parameters, which are not loaded
         return found[0], found[1]
 
-    for before, after in on_servers(2, processes, members, work, cache_rows=1000, cache_age=100):
+    for before, after in on_servers(2, jobs, members, work, cache_rows=1000, cache_age=100):
         assert torch.equal(before, after)
 
 
-def test_rows_are_at_most_as_old_as_they_may_be(processes: Processes, members: Members) -> None:
-    started, name = processes.servers(2), new_name()
+def test_rows_are_at_most_as_old_as_they_may_be(jobs: Servers, members: Members) -> None:
+    started, name = jobs.of(2), new_name()
 
     def one(rank: int) -> list[bool]:
         table = kvtrainer.Embedding(8, cache_rows=100 if rank else 0, cache_age=3 if rank else 0)
@@ -189,7 +188,7 @@ def test_rows_are_at_most_as_old_as_they_may_be(processes: Processes, members: M
 
 @pytest.mark.parametrize("options", [{}, MOMENTUM], ids=["adagrad", "momentum"])
 def test_saved_tables_go_on_on_any_number_of_servers(
-    options: dict[str, Any], processes: Processes, members: Members, tmp_path: Path
+    options: dict[str, Any], jobs: Servers, members: Members, tmp_path: Path
 ) -> None:
     states = tmp_path / "states"
     first = Worker("local", of_table=options)
@@ -199,7 +198,7 @@ def test_saved_tables_go_on_on_any_number_of_servers(
         linear = {name: value.clone() for name, value in first.linear.state_dict().items()}
         expected = first.train(8, 16)
     for servers in (0, 1, 3):
-        store: Any = members.join(processes.servers(servers), 0, 1, new_name()) if servers else "local"
+        store: Any = members.join(jobs.of(servers), 0, 1, new_name()) if servers else "local"
         worker = Worker(store, of_table=options)
         worker.linear.load_state_dict(linear)
         with worker.trainer:
@@ -208,11 +207,11 @@ def test_saved_tables_go_on_on_any_number_of_servers(
 
 
 def test_a_table_is_saved_of_which_some_servers_have_no_rows(
-    processes: Processes, members: Members, tmp_path: Path
+    jobs: Servers, members: Members, tmp_path: Path
 ) -> None:
     for id_ in range(4):
         states, ids, changes = tmp_path / str(id_), torch.tensor([id_]), []
-        for store in (members.join(processes.servers(2), 0, 1, new_name()), "local"):
+        for store in (members.join(jobs.of(2), 0, 1, new_name()), "local"):
             table = kvtrainer.Embedding(4)
             options = {"learning_rate": 0.1}
             with kvtrainer.Trainer([("t", table.weight)], "adagrad", options, kvstore=store) as trainer:
@@ -252,7 +251,7 @@ def test_a_table_of_another_width_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_table_with_other_options_is_loaded_on_no_worker(
-    processes: Processes, members: Members, tmp_path: Path
+    jobs: Servers, members: Members, tmp_path: Path
 ) -> None:
     first = Worker("local")
     with first.trainer:
@@ -265,11 +264,11 @@ def test_a_table_with_other_options_is_loaded_on_no_worker(
             worker.trainer.load_states(tmp_path / "states")
         return torch.equal(worker.weights(), before)
 
-    assert on_servers(2, processes, members, work, admit_after=1) == [True, True]
+    assert on_servers(2, jobs, members, work, admit_after=1) == [True, True]
 
 
-def test_workers_with_different_rules_are_told(processes: Processes, members: Members) -> None:
-    servers, name = processes.servers(2), new_name()
+def test_workers_with_different_rules_are_told(jobs: Servers, members: Members) -> None:
+    servers, name = jobs.of(2), new_name()
 
     def one(rank: int) -> Any:
         worker = Worker(members.join(servers, rank, 2, name), rank, 2, expire_after=6 + rank)
@@ -280,22 +279,20 @@ def test_workers_with_different_rules_are_told(processes: Processes, members: Me
     assert all("expire_after=6" in text and "expire_after=7" in text for text in texts)
 
 
-def test_an_optimizer_that_needs_all_rows_is_refused_on_every_worker(
-    processes: Processes, members: Members
-) -> None:
+def test_an_optimizer_that_needs_all_rows_is_refused_on_every_worker(jobs: Servers, members: Members) -> None:
     def work(worker: Worker) -> Any:
         with pytest.raises(ConfigurationError, match=r"'bags'|'table'"):
             worker.train(0, 1)
         return True
 
-    assert on_servers(2, processes, members, work, optimizer="lamb") == [True, True]
+    assert on_servers(2, jobs, members, work, optimizer="lamb") == [True, True]
 
 
 def test_gradients_that_are_not_finite_are_found_before_they_reach_a_row(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
     table = kvtrainer.Embedding(4)
-    store: DistKVStore = members.join(processes.servers(2), 0, 1, new_name())
+    store: DistKVStore = members.join(jobs.of(2), 0, 1, new_name())
     with kvtrainer.Trainer(
         [("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore=store, on_nonfinite="raise"
     ) as trainer:
@@ -311,11 +308,11 @@ def test_gradients_that_are_not_finite_are_found_before_they_reach_a_row(
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_the_norm_of_all_gradients_counts_rows_of_a_table(
-    max_norm: float, processes: Processes, members: Members
+    max_norm: float, jobs: Servers, members: Members
 ) -> None:
     table, linear = kvtrainer.Embedding(4, init="constant", scale=0.5), torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.constant_(linear.weight, 1.0)
-    store = members.join(processes.servers(2), 0, 1, new_name())
+    store = members.join(jobs.of(2), 0, 1, new_name())
     named = [("t", table.weight), *linear.named_parameters()]
     clip = {"max_norm": max_norm}
     with kvtrainer.Trainer(named, "sgd", {"learning_rate": 1.0}, kvstore=store, clip_grad=clip) as trainer:
@@ -345,9 +342,9 @@ def test_a_full_table_is_an_error_on_every_worker_and_nothing_changes(
         assert torch.equal(table(torch.arange(120)), before)
 
 
-def test_figures_of_a_table_are_those_of_all_servers(processes: Processes, members: Members) -> None:
+def test_figures_of_a_table_are_those_of_all_servers(jobs: Servers, members: Members) -> None:
     table = kvtrainer.Embedding(4, admit_after=2)
-    store = members.join(processes.servers(3), 0, 1, new_name())
+    store = members.join(jobs.of(3), 0, 1, new_name())
     with kvtrainer.Trainer([("t", table.weight)], "sgd", {"learning_rate": 1.0}, kvstore=store) as trainer:
         for last in (100, 60, 7):
             table(torch.arange(last) - 3).sum().backward()
@@ -397,7 +394,7 @@ def test_a_table_for_which_there_are_no_addresses_is_refused_and_others_go_on(
 
 @pytest.mark.parametrize("way", ["auto", "tcp"])
 def test_rows_go_through_a_file_to_a_job_with_other_servers_and_come_back_as_they_were(
-    way: str, processes: Processes, members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, jobs: Servers, members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", way)
 
@@ -407,7 +404,7 @@ def test_rows_go_through_a_file_to_a_job_with_other_servers_and_come_back_as_the
             worker.table.export(tmp_path / "first")
         return worker.weights()[: 8 * len(IDS)].view(-1, 8)
 
-    [rows, _] = on_servers(3, processes, members, exported)
+    [rows, _] = on_servers(3, jobs, members, exported)
     assert torch.equal(kvtrainer.lookup(tmp_path / "first", IDS), rows)
 
     def loaded(worker: Worker) -> bool:
@@ -416,7 +413,7 @@ def test_rows_go_through_a_file_to_a_job_with_other_servers_and_come_back_as_the
             worker.table.export(tmp_path / "second")
         return torch.equal(worker.table(IDS), rows)
 
-    assert on_servers(2, processes, members, loaded) == [True, True]
+    assert on_servers(2, jobs, members, loaded) == [True, True]
     first, second = (kvtrainer.RowFile(tmp_path / name) for name in ("first", "second"))
     assert len(first) > 30
     assert torch.equal(first.ids, second.ids)
@@ -424,7 +421,7 @@ def test_rows_go_through_a_file_to_a_job_with_other_servers_and_come_back_as_the
 
 
 def test_training_goes_on_from_loaded_rows_with_the_same_bits_on_any_number_of_servers(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
     rows = torch.arange(8.0 * len(IDS)).view(-1, 8) / 1000
 
@@ -438,18 +435,16 @@ def test_training_goes_on_from_loaded_rows_with_the_same_bits_on_any_number_of_s
     with alone.trainer:
         expected = train(alone)
     for servers in (1, 3):
-        beside = Worker(members.join(processes.servers(servers), 0, 1, new_name()))
+        beside = Worker(members.join(jobs.of(servers), 0, 1, new_name()))
         with beside.trainer:
             assert torch.equal(train(beside), expected)
-    both = [on_servers(servers, processes, members, train) for servers in (1, 2)]
+    both = [on_servers(servers, jobs, members, train) for servers in (1, 2)]
     for found in both:
         assert torch.equal(found[0], both[0][0])
         assert torch.equal(found[1], both[0][0])
 
 
-def test_rows_that_do_not_fit_on_one_worker_are_loaded_on_none(
-    processes: Processes, members: Members
-) -> None:
+def test_rows_that_do_not_fit_on_one_worker_are_loaded_on_none(jobs: Servers, members: Members) -> None:
     def work(worker: Worker) -> Any:
         before = worker.train(0, 3)
         kind = ShapeMismatchError if worker.rank else RoundAbortedError
@@ -457,13 +452,13 @@ def test_rows_that_do_not_fit_on_one_worker_are_loaded_on_none(
             worker.table.load_rows(IDS, torch.ones(len(IDS), 8 - worker.rank))
         return torch.equal(worker.weights(), before)
 
-    assert on_servers(2, processes, members, work) == [True, True]
+    assert on_servers(2, jobs, members, work) == [True, True]
 
 
 def test_an_asynchronous_job_loads_rows_once_and_any_worker_exports_them(
-    processes: Processes, members: Members, tmp_path: Path
+    jobs: Servers, members: Members, tmp_path: Path
 ) -> None:
-    servers, name = processes.servers(2), new_name()
+    servers, name = jobs.of(2), new_name()
 
     def one(rank: int) -> Any:
         table = kvtrainer.Embedding(4, init="constant", scale=0.0)
@@ -486,7 +481,7 @@ def test_an_asynchronous_job_loads_rows_once_and_any_worker_exports_them(
 
 
 def test_deltas_of_two_servers_load_into_any_number_of_servers(
-    processes: Processes, members: Members, tmp_path: Path
+    jobs: Servers, members: Members, tmp_path: Path
 ) -> None:
     names = ("first", "second", "third")
 
@@ -499,11 +494,11 @@ def test_deltas_of_two_servers_load_into_any_number_of_servers(
             worker.trainer.save_states(tmp_path / "full")
         return {name: value.clone() for name, value in worker.linear.state_dict().items()}
 
-    linear = on_servers(2, processes, members, work)[0]
+    linear = on_servers(2, jobs, members, work)[0]
     assert (tmp_path / "third").stat().st_size < (tmp_path / "full").stat().st_size
     found = []
     for servers, name in ((0, "full"), (1, "third"), (3, "third")):
-        store: Any = members.join(processes.servers(servers), 0, 1, new_name()) if servers else "local"
+        store: Any = members.join(jobs.of(servers), 0, 1, new_name()) if servers else "local"
         worker = Worker(store)
         worker.linear.load_state_dict(linear)
         with worker.trainer:
@@ -517,7 +512,7 @@ def test_deltas_of_two_servers_load_into_any_number_of_servers(
 
 
 def test_a_worker_saves_deltas_on_what_it_has_saved_itself_or_all_have_loaded(
-    processes: Processes, members: Members, tmp_path: Path
+    jobs: Servers, members: Members, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
 
@@ -538,7 +533,7 @@ def test_a_worker_saves_deltas_on_what_it_has_saved_itself_or_all_have_loaded(
             worker.trainer.save_states(tmp_path / "full")
         return worker.train(7, 8)
 
-    on_servers(2, processes, members, work)
+    on_servers(2, jobs, members, work)
     kvtrainer.merge_states(second, tmp_path / "merged")
     merged, full = (read_state_file(tmp_path / name) for name in ("merged", "full"))
     found = merged.parameters["table"].state
