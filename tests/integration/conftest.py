@@ -10,6 +10,7 @@ import pytest
 
 from kvtrainer.client.connection import Connection
 from kvtrainer.common.env import TRANSPORT
+from tests.support.forked_clusters import fork_clusters
 from tests.support.processes import Members, Process, Processes
 
 WAYS = "auto", "tcp"
@@ -54,6 +55,12 @@ def servers(request: pytest.FixtureRequest) -> Iterator[list[Process]]:
 def members() -> Iterator[Members]:
     with Members() as joined:
         yield joined
+
+
+@pytest.fixture
+def forked_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the processes of a `local_cluster` forked."""
+    fork_clusters(monkeypatch)
 
 
 @pytest.fixture

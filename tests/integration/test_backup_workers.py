@@ -118,6 +118,7 @@ def test_a_worker_that_is_late_holds_nobody_up_and_takes_part_again(
             assert torch.equal(weights[key], job.last[0][key])
 
 
+@pytest.mark.usefixtures("forked_cluster")
 @pytest.mark.parametrize(("transport", "num_servers"), one_in(3, ["shm", "tcp"], [1, 2]))
 def test_processes_that_are_stopped_for_a_while_take_part_again(
     transport: str, num_servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +275,7 @@ def run_with_a_death(point: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     return found
 
 
+@pytest.mark.usefixtures("forked_cluster")
 @pytest.mark.parametrize(
     "point", one_in(3, ["server.commit.logged@1:50", "server.commit.begin@0:40", "server.commit.begin@1:61"])
 )
@@ -284,6 +286,7 @@ def test_servers_that_come_back_go_on_with_those_that_count(
     check_totals(found, 30)
 
 
+@pytest.mark.usefixtures("forked_cluster")
 def test_workers_that_are_killed_and_started_again_take_part_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -469,6 +469,7 @@ def train_while_somebody_looks(place: str) -> list[float]:
     return [weight.min().item(), weight.max().item()]
 
 
+@pytest.mark.usefixtures("forked_cluster")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_host_gets_no_answer_from_a_default_job(tmp_path: Path) -> None:
     with kvtrainer.local_cluster(2) as cluster:
@@ -480,6 +481,7 @@ def test_another_user_of_the_host_gets_no_answer_from_a_default_job(tmp_path: Pa
     assert not Path(directory).exists()
 
 
+@pytest.mark.usefixtures("forked_cluster")
 def test_a_cluster_tells_its_keys_for_a_store_beside_it() -> None:
     with kvtrainer.local_cluster(1) as cluster:
         with pytest.raises(AccessDeniedError):

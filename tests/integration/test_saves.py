@@ -16,6 +16,7 @@ def step(trainer: kvtrainer.Trainer, net: torch.nn.Module) -> None:
     trainer.step(1)
 
 
+@pytest.mark.usefixtures("forked_cluster")
 def test_what_cannot_be_saved_or_loaded_is_refused_and_training_goes_on(tmp_path: Path) -> None:
     flags = ["--state-dir", str(tmp_path), "--snapshot-every", "0"]
     with kvtrainer.local_cluster(workers=1, servers=2, server_args=flags) as cluster:
@@ -58,6 +59,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_and_training_goes_on(tmp_path
                         call("a")
 
 
+@pytest.mark.usefixtures("forked_cluster")
 def test_servers_without_a_directory_refuse(tmp_path: Path) -> None:
     with kvtrainer.local_cluster(workers=1) as cluster:
         where = {"servers": cluster.servers, "keys": cluster.keys}

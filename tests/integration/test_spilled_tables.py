@@ -225,6 +225,7 @@ def test_a_server_does_not_start_with_a_directory_that_it_cannot_use(
     assert name in said
 
 
+@pytest.mark.usefixtures("forked_cluster")
 def test_servers_of_a_cluster_take_the_directory_from_their_flags_or_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

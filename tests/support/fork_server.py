@@ -113,13 +113,20 @@ def _serve(
         client.running.discard(request["reap"])
         client.answer(os.waitstatus_to_exitcode(status))
         return
+    has_begun, begins = os.pipe()
     pid = os.fork()
     if pid == 0:
+        if request["session"]:
+            os.setsid()
+        os.close(has_begun)
+        os.close(begins)
         for one in sockets:
             one.close()
         _become(request, descriptors)
-    for descriptor in descriptors:
+    for descriptor in (*descriptors, begins):
         os.close(descriptor)
+    os.read(has_begun, 1)  # it ends once the child leads its session
+    os.close(has_begun)
     client.running.add(pid)
     client.answer(pid)
 

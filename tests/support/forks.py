@@ -35,7 +35,8 @@ class Fork:
 
     stdin: BinaryIO | None = None
     stdout: BinaryIO | None = None
-    """Our ends of pipes; set by `piped_fork`."""
+    stderr: BinaryIO | None = None
+    """Our ends of pipes; set by who starts it with some."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -97,6 +98,7 @@ class ForkServer:
         streams: Sequence[int],
         others: Sequence[int] = (),
         stored: Sequence[int] = (),
+        is_session: bool = False,
     ) -> Fork:
         """Start what `python ARGUMENTS` would run; arguments begin with -m or -c.
 
@@ -104,9 +106,16 @@ class ForkServer:
             streams: File descriptors that become its standard input, output and error.
             others: More file descriptors, which it has under the same numbers.
             stored: Those of a file descriptor store, which it has from 3 on.
+            is_session: It leads a session of its own.
         """
         targets = [0, 1, 2, *others, *range(3, 3 + len(stored))]
-        request = {"arguments": [*arguments], "env": {**env}, "cwd": str(cwd), "targets": targets}
+        request = {
+            "arguments": [*arguments],
+            "env": {**env},
+            "cwd": str(cwd),
+            "targets": targets,
+            "session": is_session,
+        }
         message = json.dumps(request).encode()
         assert len(message) < LARGEST, "a request must fit into one message"
         with self._lock:

@@ -150,6 +150,7 @@ def test_a_worker_that_ends_otherwise_gives_an_error_that_names_it(how: str, tol
         cluster.run(fail, how)
 
 
+@pytest.mark.usefixtures("forked_cluster")
 @pytest.mark.parametrize("how", one_in(2, ["kill", "raise", "leave"]))
 def test_a_run_of_a_range_of_workers_goes_on_without_one_that_fails(
     how: str, capsys: pytest.CaptureFixture[str]
@@ -161,6 +162,7 @@ def test_a_run_of_a_range_of_workers_goes_on_without_one_that_fails(
     assert "the run goes on with 2 workers" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_cluster")
 def test_a_run_that_has_too_few_workers_left_fails_as_one_of_a_fixed_number() -> None:
     with local_cluster(workers="3..3", linger=0.0) as cluster, pytest.raises(KeyError, match="no such thing"):
         cluster.run(train_without_rank_1, "raise")
