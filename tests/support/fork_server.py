@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
+import itertools
 import json
 import os
 import random
@@ -22,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -40,6 +43,7 @@ LARGEST = 1 << 20
 """Bytes of a request."""
 _ABOVE_ALL = 500
 """File descriptors from here on are nobody's."""
+_PR_SET_PDEATHSIG = 1
 
 
 class Client:
@@ -100,6 +104,8 @@ def _preload() -> None:
         importlib.import_module(name)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sklearn.datasets")  # examples read it where it is installed
+    supervisor: Any = importlib.import_module("kvstore_server.supervisor")
+    supervisor._start_supervised = _start_supervised
     gc.freeze()
     gc.enable()
 
@@ -181,6 +187,36 @@ def _execute(kind: str, what: str, rest: Sequence[str]) -> None:
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         exec(compile(what, "<string>", "exec"), module.__dict__)
+
+
+def _start_supervised(command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int]) -> int:
+    """In a child that is a supervisor: start its server as it would, but as a copy of this process."""
+    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
+    pid = os.fork()
+    if pid:
+        os.setpgid(pid, pid)
+        return pid
+    try:
+        # 1. Die with the parent, which may be dead already.
+        os.setpgid(0, 0)
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        # 2. Keep nothing but what is passed on. Objects that hold the rest live as long as this process.
+        signal.set_wakeup_fd(-1)
+        _, *arguments = command
+        ready = [int(fd) for flag, fd in itertools.pairwise(arguments) if flag == "--ready-fd"]
+        passed = [0, 1, 2, *descriptors, *ready]
+        for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {*passed}:
+            with contextlib.suppress(OSError):  # the one that has listed them
+                os.close(fd)
+        # 3. Become the program.
+        targets = [0, 1, 2, *range(3, 3 + len(descriptors)), *ready]
+        request = {"arguments": arguments, "env": {**environ}, "cwd": os.getcwd(), "targets": targets}
+        _become(request, passed)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
 
 
 def _take_descriptors(descriptors: Sequence[int], targets: Sequence[int]) -> None:
