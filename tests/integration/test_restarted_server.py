@@ -19,6 +19,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_frames, encode_frames, pack_control
+from tests.support.forks import Fork
 from tests.support.limits import LIMIT
 from tests.support.messages import contribution
 from tests.support.processes import ROOT, Members, eventually, new_name
@@ -26,13 +27,13 @@ from tests.support.supervising import Supervisor, supervising
 
 
 @contextmanager
-def started(supervisor: Supervisor, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def started(supervisor: Supervisor, *flags: str) -> Iterator[tuple[Fork, str]]:
     server, address = supervisor.start(*flags)
     try:
         yield server, address
     finally:
         server.kill()
-        server.communicate(timeout=LIMIT)
+        server.wait(LIMIT)
 
 
 class Peer:
@@ -160,9 +161,8 @@ def test_a_server_whose_log_is_damaged_says_so_and_does_not_start() -> None:
         [(_, log)] = supervisor.kept
         os.pwrite(log, b"\xff", 40)
         again, address = supervisor.start()
-        _, said = again.communicate(timeout=LIMIT)
-        assert (again.returncode, address) == (1, "")
-        assert b"damaged" in said
+        assert (again.wait(LIMIT), address) == (1, "")
+        assert "damaged" in supervisor.said()
 
 
 def test_a_server_with_another_index_does_not_take_the_state_of_the_former_one() -> None:
@@ -170,9 +170,8 @@ def test_a_server_with_another_index_does_not_take_the_state_of_the_former_one()
         server.kill()
         server.wait(LIMIT)
         again, address = supervisor.start("--num-servers", "2", "--index", "1")
-        _, said = again.communicate(timeout=LIMIT)
-        assert (again.returncode, address) == (1, "")
-        assert b"--index was 0 and is 1" in said
+        assert (again.wait(LIMIT), address) == (1, "")
+        assert "--index was 0 and is 1" in supervisor.said()
 
 
 @pytest.mark.parametrize("environment", [{}, {"NOTIFY_SOCKET": "/run/no-store"}])

@@ -186,7 +186,7 @@ def test_a_killed_server_goes_on_with_the_rows_on_its_disk(members: Members, tmp
             server, address = started[-1]
             on_disk.append([os.fstat(fd).st_dev for _, fd in supervisor.kept].count(os.stat(tmp_path).st_dev))
             server.kill()
-            server.communicate(timeout=LIMIT)
+            server.wait(LIMIT)
             assert os.listdir(tmp_path) == []
             # Another process of this machine may have the port for a moment.
             for _ in range(5):
@@ -194,8 +194,8 @@ def test_a_killed_server_goes_on_with_the_rows_on_its_disk(members: Members, tmp
                 again, there = started[-1]
                 if there:
                     break
-                _, said = again.communicate(timeout=LIMIT)
-                assert b"in use" in said, said
+                again.wait(LIMIT)
+                assert "in use" in supervisor.said(), supervisor.said()
             assert there == address
 
         try:
@@ -203,7 +203,7 @@ def test_a_killed_server_goes_on_with_the_rows_on_its_disk(members: Members, tmp
         finally:
             server, _ = started[-1]
             server.terminate()
-            server.communicate(timeout=LIMIT)
+            server.wait(LIMIT)
         # Weights of two tables, one and three arrays of their state, the decay of one, and what protects each of them.
         assert on_disk == [2 * (2 + 1 + 3 + 1)] * 3
         assert eventually(lambda: supervisor.names == [])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.support.forks import ROOT, Fork, fork_server
 from tests.support.limits import LIMIT
-from tests.support.processes import ROOT
 
-_START = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.execv(sys.argv[1], sys.argv[1:])"
 _FIRST = 3
 """The first descriptor that a server is passed."""
 
@@ -29,6 +26,8 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.kept: list[tuple[str, int]] = []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._null = open(os.devnull, "rb")  # noqa: SIM115
         self._name = f"kvstore-test-{secrets.token_hex(8)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"\0{self._name}")
@@ -44,48 +43,35 @@ class Supervisor:
     def names(self) -> list[str]:
         return [name for name, _ in self.kept]
 
-    def start(self, *flags: str) -> tuple[subprocess.Popen[bytes], str]:
-        """Start a server with what is kept; return it, and its address."""
+    def start(self, *flags: str) -> tuple[Fork, str]:
+        """Start a server with what is kept; return it, and its address, which is empty if it has ended."""
         self._read_all()
         end, ready = os.pipe()
         kept = list(self.kept)
-        ready_fd = _FIRST + len(kept)
         told = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
-
-        def put() -> None:
-            # Some may lie where others are to go.
-            passed = [*(fd for _, fd in kept), ready]
-            moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, ready_fd + 1) for fd in passed]
-            for target, fd in enumerate(moved, _FIRST):
-                os.dup2(fd, target, inheritable=True)
-
-        server = [
-            sys.executable,
-            "-m",
-            "kvstore_server",
-            "--durability",
-            "process",
-            "--ready-fd",
-            str(ready_fd),
-            *flags,
-        ]
-        process = subprocess.Popen(
-            [sys.executable, "-c", _START, *server],
-            env={**os.environ, **self.environment, **(told if kept else {})},
-            preexec_fn=put,
-            close_fds=False,
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
+        server = ["-m", "kvstore_server", "--durability", "process"]
+        process = fork_server().start(
+            [*server, "--ready-fd", str(_FIRST + len(kept)), *flags],
+            {**os.environ, **self.environment, **(told if kept else {})},
+            ROOT,
+            [self._null.fileno(), self._log.fileno(), self._log.fileno()],
+            stored=[*(fd for _, fd in kept), ready],
         )
         os.close(ready)
         with os.fdopen(end) as lines:
             return process, lines.readline().strip()
+
+    def said(self) -> str:
+        """What its servers have written."""
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode()
 
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"STOP=1", f"\0{self._name}")
         self._reader.join()
         self._socket.close()
+        self._log.close()
+        self._null.close()
         for _, fd in self.kept:
             os.close(fd)
 
