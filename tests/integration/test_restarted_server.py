@@ -22,7 +22,7 @@ from kvstore_server.protocol.frames import decode_frames, encode_frames, pack_co
 from tests.support.forks import Fork
 from tests.support.limits import LIMIT
 from tests.support.messages import contribution
-from tests.support.processes import ROOT, Members, eventually, new_name
+from tests.support.processes import ROOT, Members, Processes, eventually, new_name
 from tests.support.supervising import Supervisor, supervising
 
 
@@ -175,20 +175,15 @@ def test_a_server_with_another_index_does_not_take_the_state_of_the_former_one()
 
 
 @pytest.mark.parametrize("environment", [{}, {"NOTIFY_SOCKET": "/run/no-store"}])
-def test_without_a_store_a_server_warns_and_goes_on(environment: dict[str, str]) -> None:
-    end, ready = os.pipe()
-    kept = {name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "FDSTORE")}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "kvstore_server", "--durability", "process", "--ready-fd", str(ready)],
-        env={**kept, **environment},
-        pass_fds=[ready],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-    )
-    os.close(ready)
-    with os.fdopen(end) as lines:
-        assert lines.readline().startswith("tcp://")
-    server.send_signal(signal.SIGTERM)
-    _, said = server.communicate(timeout=LIMIT)
-    assert server.returncode == 0
-    assert b"nothing holds this server's memory" in said
+def test_without_a_store_a_server_warns_and_goes_on(
+    environment: dict[str, str], processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NOTIFY_SOCKET", "FDSTORE"):
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-m", "kvstore_server", "--durability", "process"]
+    server = processes.start(command, environment)
+    assert server.address.startswith("tcp://")
+    server.signal(signal.SIGTERM)
+    code, said = server.end()
+    assert code == 0
+    assert "nothing holds this server's memory" in said
