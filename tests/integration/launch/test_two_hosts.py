@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import run_program
 from tests.support.launch_jobs import ROOT, resuming
 from tests.support.limits import LIMIT
 
@@ -72,14 +73,28 @@ def run(flags: list[str]) -> list[str]:
     return [line[5:] for line in done.stdout.splitlines() if line.startswith("[w")]
 
 
-def test_a_job_on_two_hosts_has_keys_of_its_own_and_the_bits_of_one_without(
+def run_on_one_host(folder: Path) -> list[str]:
+    said = run_program(["-c", resuming("False")], folder, 2, 2)
+    return [line for line in said.splitlines() if line.startswith("[[")]
+
+
+def test_a_job_on_two_hosts_has_keys_of_its_own_and_the_bits_of_one_on_a_single_host(
     two_hosts: list[str], tmp_path: Path
 ) -> None:
-    with_keys = run(two_hosts)
-    commands = (tmp_path / "commands").read_text()
-    without = run([*two_hosts, "--keys", "off", "--allow-unauthenticated-bind"])
-    assert len(with_keys) == len(without) == 2
-    assert len({*with_keys, *without}) == 1
+    on_two, on_one = run(two_hosts), run_on_one_host(tmp_path)
+    assert len(on_two) == len(on_one) == 2
+    assert len({*on_two, *on_one}) == 1
     # What everybody can see of the processes says that there are keys, and not which.
+    commands = (tmp_path / "commands").read_text()
     assert commands.count("--keys") == 4
     assert "KVSTORE_KEYS" not in commands
+
+
+@pytest.mark.full
+def test_a_job_on_two_hosts_without_keys_has_the_same_bits(two_hosts: list[str], tmp_path: Path) -> None:
+    on_two, on_one = (
+        run([*two_hosts, "--keys", "off", "--allow-unauthenticated-bind"]),
+        run_on_one_host(tmp_path),
+    )
+    assert len(on_two) == len(on_one) == 2
+    assert len({*on_two, *on_one}) == 1
