@@ -44,10 +44,21 @@ ASYNC: Mutants = {}
 """Mutant → (class or module, attribute, what stands there instead; it is given what stood there before)."""
 SHOWN_BY = {
     "applied_before_it_was_replaced": 87,
+    "assign_that_forgets": 21,
+    "begun_by_one_process_and_ended_by_another": 13,
+    "empty_rows_do_not_take_part": 22,
+    "expected_instead_of_known": 22,
     "generations_unnamed": 87,
     "held_for_ever": 76,
-    "left_out_and_summed": 45,
-    "released_by_the_first_reader": 44,
+    "held_for_some": 15,
+    "kept_with_other_terms": 22,
+    "left_out_and_summed": 61,
+    "no_time_for_a_successor": 27,
+    "repeating_extends": 8,
+    "residual_that_stays": 16,
+    "state_not_taken_back": 28,
+    "taken_back_in_silence": 28,
+    "undoes_what_others_gave": 11,
 }
 """A schedule in which a mutant shows that few of them show: others are tried where it does not show it any more."""
 
