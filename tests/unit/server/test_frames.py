@@ -363,7 +363,7 @@ def damaged_messages(draw: st.DrawFn) -> list[bytearray]:
 def test_nothing_but_protocol_errors_comes_of_damaged_messages() -> None:
     outcomes = Counter[bool]()
 
-    @settings(max_examples=4_000)
+    @settings(max_examples=1_000)
     @given(damaged_messages())
     def check(frames: list[bytearray]) -> None:
         try:

@@ -213,7 +213,7 @@ STEPS = st.one_of(st.dictionaries(st.sampled_from(CROWDED), st.integers(1, 3), m
 @given(
     OPTIONS, st.lists(STEPS, max_size=14), st.lists(st.sampled_from([0.0, 0.5, 0.9]), min_size=1, max_size=3)
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_rows_come_and_go_as_in_a_dictionary_wherever_they_are_moved(
     options: HashTableOptions, steps: list[dict[int, int] | None], momenta: list[float]
 ) -> None:
@@ -374,7 +374,7 @@ class Kept:
     st.lists(STEPS, max_size=14),
     st.lists(st.sampled_from([0.0, 0.5, 0.9]), min_size=1, max_size=3) | st.none(),
 )
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_what_an_update_has_changed_is_known_and_can_be_undone(
     options: HashTableOptions, steps: list[dict[int, int] | None], momenta: list[float] | None
 ) -> None:
@@ -427,16 +427,17 @@ def test_memory_that_has_been_used_before_leaves_nothing_in_a_new_state(
     name: str, options: dict[str, Any]
 ) -> None:
     made, plain = optimizer_and_options(name, options), optimizer_and_options("sgd", {"learning_rate": 0.1})
-    kept, memory, count = Kept(), dict[str, Tensor](), 9000  # more rows than are updated at once
+    kept, memory = Kept(), dict[str, Tensor]()
+    count, width = 600, 512  # more rows than are updated at once
 
     def allocate(label: str, nbytes: int) -> Tensor:
         return memory.setdefault(label, torch.zeros(nbytes, dtype=torch.uint8))
 
     def make() -> HashTable:
-        return HashTable("t", 32, "float32", HashTableOptions(), allocate, kept.protect, room=20_000)
+        return HashTable("t", width, "float32", HashTableOptions(), allocate, kept.protect, room=2000)
 
-    fresh = HashTable("t", 32, "float32", HashTableOptions(), room=20_000)
-    grads = torch.ones(count, 32)
+    fresh = HashTable("t", width, "float32", HashTableOptions(), room=2000)
+    grads = torch.ones(count, width)
     # 1. A process dies in the middle of the first update, and its successor makes it.
     table = make()
     update(table, range(count), grads, made)

@@ -145,7 +145,7 @@ def test_random_bytes_are_rows_or_a_protocol_error() -> None:
     plan, piece = one_slice((10, 3), (4,))
     outcomes = Counter[bool]()
 
-    @settings(max_examples=3000)
+    @settings(max_examples=800)
     @given(st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 255]), max_size=120))
     def check(data: list[int]) -> None:
         try:

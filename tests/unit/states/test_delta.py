@@ -75,7 +75,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(OPERATIONS)
 def test_a_delta_with_its_bases_is_what_is_saved_in_full_at_the_same_moment(
     operations: list[tuple[str, Any]],
