@@ -13,7 +13,7 @@ from tests.chaos.jobs import SERVERS, Event, Job
 from tests.chaos.test_random import go_on, kill, pause
 from tests.support.limits import JOB_LIMIT, LIMIT
 
-FEW, MANY = 100, 12_500
+FEW, MANY = 40, 12_500
 """Pushes of each worker."""
 DEATHS = 300
 """And pauses, at most: a slow machine has no more of them for each push."""

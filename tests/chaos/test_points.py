@@ -160,7 +160,7 @@ def test_a_job_whose_processes_die_one_after_the_other_ends_with_the_same_bits(
     run_case(case, entries, WAYS[at % 2], tmp_path, undisturbed(case, ROUNDS), ROUNDS)
 
 
-HALF = ("adagrad", "stored", "hash", "lamb", "own")
+HALF = ("adagrad", "stored", "hash", "own")
 """Trainings whose half commits are met in `make test`; `momentum` is in `PLACES`."""
 
 
