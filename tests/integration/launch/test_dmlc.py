@@ -107,7 +107,7 @@ def test_ranks_follow_the_order_of_the_start_and_not_that_of_the_arrival(process
 
 def test_a_missing_server_is_named_by_everybody(processes: Processes) -> None:
     script = 'at("here")\nkvstore.create("dist_sync")'
-    job = DmlcJob(processes, script, 1, 2, KVSTORE_CONNECT_TIMEOUT="8")
+    job = DmlcJob(processes, script, 1, 2, KVSTORE_CONNECT_TIMEOUT="5")
     members = [job.start(role) for role in ("scheduler", "server", "worker")]
     for member in members:
         assert member.line() == "here"

@@ -197,6 +197,7 @@ def launched(script: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.full
 def test_a_survivor_of_a_killed_worker_raises_its_own_error_before_it_is_stopped() -> None:
     code, err = launched(TRAINING.format(victim="os.getpid()"))
     assert code == 137

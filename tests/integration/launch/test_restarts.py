@@ -125,10 +125,10 @@ grep -q . /proc/$(cat {left})/cmdline && echo it is there || echo it is gone  # 
 
 
 def test_a_signal_ends_a_job_whose_worker_waits_for_its_restart(jobs: Jobs) -> None:
-    # The fifth restart in a row comes after five seconds.
+    # The fourth restart in a row comes after two seconds.
     process = jobs.start("[ $KVSTORE_RANK = 0 ] && exit 3; exec sleep 3600", 2, restarts=9)
     assert process.stderr is not None
-    while b"in 5 s" not in process.stderr.readline():
+    while b"in 2 s" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGTERM)
     assert jobs.finish(process)[0] == 128 + signal.SIGTERM
@@ -139,7 +139,7 @@ def test_a_failure_for_good_ends_the_job_while_another_worker_waits_for_its_rest
     jobs: Jobs, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    wait = f"until grep -q 'in 5 s' {log}; do sleep 0.05; done"
+    wait = f"until grep -q 'in 2 s' {log}; do sleep 0.05; done"
     with log.open("wb") as file:
         script = f"[ $KVSTORE_RANK = 0 ] && exit 3; {wait}; exit {REPLACED}"
         assert jobs.finish(jobs.start(script, 2, restarts=9, stderr=file))[0] == REPLACED
@@ -199,7 +199,7 @@ def pid_of_server():
     return None
 def wait_for(condition):
     while not (found := condition()):
-        time.sleep(0.02)
+        time.sleep(0.1)
     return found
 server = os.environ["KVSTORE_SERVERS"]
 """
@@ -223,6 +223,7 @@ def weights_in(out: str) -> list[str]:
     return [line[5:] for line in out.splitlines() if line.startswith("[w") and "[[" in line]
 
 
+@pytest.mark.full
 def test_a_killed_server_comes_back_at_its_address_and_the_job_goes_on(jobs: Jobs) -> None:
     script = (
         FIND
@@ -253,17 +254,29 @@ def test_a_job_whose_server_and_worker_are_killed_ends_with_the_bits_of_one_with
     killing = FIND + RESUMING.replace(
         "    trainer.step()",
         """    if step == 2 and trainer.rank == 1 and os.environ.get("KVSTORE_RESTARTS") == "0":
+        print("the server is at", server, flush=True)
         os.kill(wait_for(pid_of_server), signal.SIGKILL)
     trainer.step()""",
     )
     code, out, err = jobs.finish(launch(jobs, killing, "-n", "2", "--restart", "1"))
     assert code == 0, err
     assert err.count("restart 1 of 1") == 2  # of the worker and of the server
+    lines = out.splitlines()
+    [address] = [line.rpartition(" ")[2] for line in lines if "the server is at" in line]
+    assert [line for line in lines if line.startswith("[s0]")] == [
+        f"[s0] kvstore-server: listening on {address}"
+    ]
     assert weights_in(out) == [undisturbed] * 2
     assert jobs.alive() == []
 
 
-@pytest.mark.parametrize("flags", [["--restart", "0"], ["--restart", "5", "--durability", "off"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--restart", "0"], marks=pytest.mark.full),
+        ["--restart", "5", "--durability", "off"],
+    ],
+)
 def test_a_killed_server_whose_memory_is_lost_ends_the_job(jobs: Jobs, flags: list[str]) -> None:
     script = FIND + f"os.kill(wait_for(pid_of_server), signal.SIGKILL); time.sleep({FOREVER})"
     code, _, err = jobs.finish(launch(jobs, script, *flags))
@@ -342,6 +355,7 @@ while True:
     assert jobs.alive() == []
 
 
+@pytest.mark.full
 def test_servers_are_told_of_durability_and_of_how_long_to_wait(jobs: Jobs) -> None:
     show = (
         FIND
