@@ -184,6 +184,7 @@ def test_it_counts_nowhere_if_the_optimizer_is_user_defined(
     goes_on_after_a_partial_commit(two_servers, reached, "shift", tmp_path / "output", caplog)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("far")
 def test_it_counts_nowhere_if_rounds_are_pipelined(
     durable_servers: list[str],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import kvtrainer
 from tests.support.examples import (
+    FIRST_DAYS,
     NEEDS_DIGITS,
     ROOT,
     example,
@@ -348,7 +350,16 @@ def test_flights_are_learned_alike_although_workers_and_a_server_die_and_come_ba
 # ---------------------------------------------------------------- flights as a stream
 
 
+@pytest.fixture
+def first_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let flights be those of the first days alone, as in the processes of the example: all take long to read."""
+    data = example("flights_data")
+    every = data.flights
+    monkeypatch.setattr(data, "flights", lambda: itertools.islice(every(), FIRST_DAYS))
+
+
 @NEEDS_FLIGHTS
+@pytest.mark.usefixtures("first_days")
 def test_tables_of_a_stream_of_flights_have_the_rows_that_their_rules_leave(tmp_path: Path) -> None:
     """The example itself fails unless the rows at the end are as many as it counts."""
     found = found_by("stream", tmp_path, "--flights", "4500", BATCH=32)
@@ -361,6 +372,8 @@ def test_tables_of_a_stream_of_flights_have_the_rows_that_their_rules_leave(tmp_
 
 
 @NEEDS_FLIGHTS
+@pytest.mark.full
+@pytest.mark.usefixtures("first_days")
 def test_a_stream_of_flights_is_learned_in_one_process_without_servers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

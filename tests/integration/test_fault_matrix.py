@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -88,17 +88,21 @@ class Job:
 class Jobs(Protocol):
     """Starts a job for each mode; `dead_after` is how long a server may be silent for its workers."""
 
-    def __call__(self, servers: list[Process], how: str, dead_after: float = LIMIT) -> dict[str, Job]: ...
+    def __call__(
+        self, servers: list[Process], how: str, dead_after: float = LIMIT, modes: Sequence[str] = MODES
+    ) -> dict[str, Job]: ...
 
 
 @pytest.fixture
 def start(processes: Processes) -> Iterator[Jobs]:
-    """Starts the jobs of all modes, and waits until their workers train side by side."""
+    """Starts the jobs of some modes, and waits until their workers train side by side."""
     running: list[Job] = []
 
-    def jobs(servers: list[Process], how: str, dead_after: float = LIMIT) -> dict[str, Job]:
+    def jobs(
+        servers: list[Process], how: str, dead_after: float = LIMIT, modes: Sequence[str] = MODES
+    ) -> dict[str, Job]:
         shared = (processes, members, servers)
-        made = in_all({type: partial(Job, *shared, type, how, dead_after) for type in MODES})
+        made = in_all({type: partial(Job, *shared, type, how, dead_after) for type in modes})
         running.extend(made.values())
         assert all(job.loop.goes_on(1) for job in running), [job.loop.error for job in running]
         return made
@@ -198,8 +202,7 @@ def test_a_script_that_is_started_again_after_its_death_was_noticed_goes_on_wher
     processes: Processes, start: Jobs, how: str
 ) -> None:
     servers = processes.servers(2, *FORGETFUL)
-    jobs = start(servers, how)
-    job = jobs["dist_ssp"]
+    job = start(servers, how, modes=["dist_ssp"])["dist_ssp"]
     job.other.signal(signal.SIGKILL)
     assert job.fate() == "WorkerLostError"
     job.other = job.successor()
@@ -214,7 +217,7 @@ def test_a_script_that_is_started_again_after_its_death_was_noticed_goes_on_wher
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_server_is_killed_or_stopped(processes: Processes, start: Jobs, is_killed: bool, how: str) -> None:
     servers = processes.servers(2)
     jobs = start(servers, how, dead_after=DEAD_AFTER)

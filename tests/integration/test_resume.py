@@ -41,6 +41,14 @@ POINTS = [
     "worker.close",
 ]
 """Where rank 1 dies. The init counts as the first round."""
+FEW = {
+    "worker.connect.open": "shm",
+    "worker.round.begin:2": "tcp",
+    "worker.round.committed:4": "shm",
+    "worker.round.written:4": "tcp",
+    "worker.round.end:10": "shm",
+}
+"""Where it dies in `make test`, and the way to servers; tests/chaos/test_points.py has all points."""
 
 
 def model() -> torch.nn.Module:
@@ -112,7 +120,14 @@ def disturbed(
     return run_with_deaths(loop, folder, points, workers, SERVERS, optimizer, options, environ=environ)
 
 
-@pytest.mark.parametrize(("point", "transport"), one_in(2, POINTS, ["shm", "tcp"]))
+@pytest.mark.parametrize(
+    ("point", "transport"),
+    [
+        pytest.param(point, way, marks=() if FEW.get(point) == way else pytest.mark.full)
+        for point in POINTS
+        for way in ("shm", "tcp")
+    ],
+)
 def test_a_worker_that_dies_comes_back_and_the_run_ends_with_the_same_bits(
     point: str, transport: str, tmp_path: Path, undisturbed: Callable[..., Job]
 ) -> None:
@@ -155,14 +170,20 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+OF_CHAOS = {
+    "a norm that is clipped on the servers",
+    "rounded weights",
+    "gradients that are sent early",
+    "copied weights",
+    "residuals that are sent early",
+    "residuals, and a loss scale that skips steps",
+}
+"""Options that `make chaos` has."""
 
 
 @pytest.mark.parametrize(
     "what",
-    [
-        pytest.param(name, marks=pytest.mark.chaos) if "that" in name and "residuals" in name else name
-        for name in OPTIONS
-    ],
+    [pytest.param(name, marks=pytest.mark.chaos if name in OF_CHAOS else ()) for name in OPTIONS],
 )
 def test_what_options_keep_in_the_worker_goes_on_too(
     what: str, tmp_path: Path, undisturbed: Callable[..., Job]
@@ -232,7 +253,7 @@ def changing(rank: int, workers: int, optimizer: str, options: Mapping[str, Any]
 
 
 HERE = {"update_on_kvstore": False}
-BEFORE = [(HERE, 5), (HERE, 3), ({}, 3)]
+BEFORE = [(HERE, 5), ({}, 3)]
 """Where the job dies in `make test`: weights were written in place; or published, too."""
 MORE = [
     (options, step)
@@ -455,8 +476,9 @@ def counting(rank: int, workers: int, kvstore: str, steps: int, size: int) -> Re
     return {"counts": sorted(set(found.tolist())), "start": start.round}
 
 
-@pytest.mark.parametrize("point", ["committed", "begin", "commit", "end"])
-@pytest.mark.parametrize("kvstore", ["dist_async", "dist_ssp"])
+@pytest.mark.parametrize(
+    ("kvstore", "point"), one_in(2, ["dist_async", "dist_ssp"], ["committed", "begin", "commit", "end"])
+)
 def test_pushes_that_count_one_by_one_count_once_over_a_restart(
     kvstore: str, point: str, tmp_path: Path
 ) -> None:

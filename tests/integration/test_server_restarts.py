@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,19 @@ FEW = ("plain", "clip_grad, dropped", "overflowing", "by workers", "uneven", "2b
 """Cases that go their own ways through a round: slices, held sums, vetoes, sums that come back, joins, codecs."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.full) for n in CASES])
-@pytest.mark.parametrize(("way", "overlap"), one_in(2, ["auto", "tcp"], [False, True]), indirect=["way"])
+ONE_OF = dict(zip(FEW, cycle(product(["auto", "tcp"], [False, True]))))
+"""The combination of each that `make test` has."""
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "overlap"),
+    [
+        pytest.param(name, *one, marks=() if ONE_OF.get(name) == one else pytest.mark.full)
+        for name in CASES
+        for one in product(["auto", "tcp"], [False, True])
+    ],
+    indirect=["way"],
+)
 def test_a_training_that_servers_interrupt_has_the_bits_of_a_quiet_one(
     job: Job, way: str, name: str, overlap: bool
 ) -> None:
@@ -141,6 +153,7 @@ def test_weights_are_mapped_and_gradients_shared_again_with_the_next_process(job
     assert [(is_shared, is_shown) for _, is_shared, is_shown in found] == [(True, True)] * 4
 
 
+@pytest.mark.parametrize("way", [pytest.param("auto", marks=pytest.mark.full), "tcp"], indirect=True)
 def test_rows_are_loaded_into_servers_that_die_meanwhile(job: Job, way: str) -> None:
     rows = torch.arange(1200.0).view(300, 4)
 
@@ -189,7 +202,7 @@ def test_rows_that_are_read_in_the_memory_of_servers_or_asked_for_are_those_of_t
         assert all(map(torch.equal, seen, expected(rank, 4)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("way", "seed"), one_in(2, ["auto", "tcp"], range(3)), indirect=["way"])
 def test_verbs_barriers_and_states_survive_deaths_at_any_request(
     job: Job, way: str, seed: int, tmp_path: Path
 ) -> None:
@@ -217,7 +230,9 @@ def test_verbs_barriers_and_states_survive_deaths_at_any_request(
     assert all(all(map(torch.equal, one, found[0])) for one in found)
 
 
-@pytest.mark.parametrize("type_", ["dist_async", "dist_ssp"])
+@pytest.mark.parametrize(
+    ("way", "type_"), one_in(2, ["auto", "tcp"], ["dist_async", "dist_ssp"]), indirect=["way"]
+)
 def test_every_push_of_an_asynchronous_job_counts_once(job: Job, way: str, type_: str) -> None:
     def body(kv: DistKVStore, rank: int) -> float:
         kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=1.0))
@@ -260,6 +275,7 @@ def test_a_server_that_comes_back_without_the_state_of_the_job_is_found_at_once(
             round_of(kv, "a", torch.ones(3))
 
 
+@pytest.mark.parametrize("way", ["auto", pytest.param("tcp", marks=pytest.mark.full)], indirect=True)
 def test_a_worker_that_has_to_wait_for_nobody_goes_on_while_a_server_is_away(job: Job, way: str) -> None:
     """Heartbeats reach the next process, too."""
     first, second = job.start(2)

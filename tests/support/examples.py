@@ -20,6 +20,13 @@ ROOT = Path(__file__).parents[2]
 NEEDS_DIGITS = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="the data are not installed: pip install scikit-learn"
 )
+FIRST_DAYS = 8_000
+"""Flights at the beginning of the file, which has one day after the other: the stream's first 4,500 are of six days."""
+_FEW_FLIGHTS = f"""
+import itertools, flights_data
+every = flights_data.flights
+flights_data.flights = lambda: itertools.islice(every(), {FIRST_DAYS})
+"""
 
 
 def example(name: str) -> ModuleType:
@@ -71,5 +78,6 @@ import sys
 sys.path.insert(0, {folder!r})
 import {name} as example
 vars(example).update({numbers!r})
+{_FEW_FLIGHTS if name == "stream" else ""}
 example.main()
 """
