@@ -61,8 +61,8 @@ FOLLOWED = [
 """Pages, and the commands that are left to the full run: those of torch alone, whose processes take long to start."""
 
 
-LONG = "recovery.md", "fault_injection.md"
-"""Pages of jobs whose processes die, each of which takes seconds: what they show is tested in many other ways."""
+LONG = "recovery.md", "fault_injection.md", "debugging.md"
+"""Pages of jobs whose processes die or wait, which takes seconds: what they show is tested in many other ways."""
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,17 @@ def _trees() -> list[ast.AST]:
     ]
 
 
+_NAMED = frozenset(["name", "id", "attr", "arg", "value"])
+
+
 def _names_in(tree: ast.AST) -> set[str]:
     """What is defined, read, given as a keyword or said as a word in a piece of source."""
     found = set[str]()
     for node in ast.walk(tree):
-        for field in ("name", "id", "attr", "arg", "value"):
-            found.add(str(getattr(node, field, "")))
+        for field in _NAMED.intersection(node._fields):
+            value = getattr(node, field)
+            if not isinstance(value, (ast.AST, list)):
+                found.add(str(value))
     return found
 
 
