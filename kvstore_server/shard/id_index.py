@@ -143,7 +143,8 @@ def _positions(entries: Entries, rows: Ints, wanted: Ints) -> Ints:
     open_ = np.arange(len(wanted))
     while len(open_):
         entry = entries[at]
-        is_found = (entry > 0) & (rows[entry - 1] == wanted)
+        # Entries without a slot are 0 or -1: any row will do for them.
+        is_found = (entry > 0) & (rows.take(entry - 1, mode="clip") == wanted)
         found[open_[is_found]] = at[is_found]
         goes_on = ~is_found & (entry != 0)
         open_, wanted, at = open_[goes_on], wanted[goes_on], (at[goes_on] + 1) & mask

@@ -41,6 +41,17 @@ def test_row_numbers_of_consecutive_ids_are_the_known_hashes_and_spread_evenly()
     assert per_part.max() < 1.15 * per_part.mean()
 
 
+def test_one_slot_is_enough() -> None:
+    rows = np.zeros(1, np.int64)
+    index = IdIndex(rows)
+    for number in (5, 5 + (1 << 10), 5):  # these have the same place
+        rows[0] = number
+        index.insert(ints([0]))
+        assert index.find(ints([number, 4, number + 1])).tolist() == [0, -1, -1]
+        index.remove(ints([0]))
+        assert index.find(ints([number])).tolist() == [-1]
+
+
 @given(
     st.lists(st.tuples(st.booleans(), st.lists(IDS, unique=True, max_size=40)), max_size=60), st.booleans()
 )
