@@ -467,6 +467,39 @@ def test_a_table_keeps_about_as_many_rows_as_it_may_have(max_rows: int) -> None:
     assert 0.85 * per_slice * HASH_SLICES <= table.stats().rows <= per_slice * HASH_SLICES
 
 
+@pytest.mark.parametrize(
+    ("evict", "gone"),
+    [
+        # Of the oldest, the one with fewer gradients goes first.
+        ("lru", "cadb"),
+        # Of those with fewest gradients, the one that is older.
+        ("lfu", "cdef"),
+        # The one with the smallest norm, whatever its sign; a new one, too.
+        ("norm", "ecbf"),
+    ],
+)
+def test_rows_are_evicted_in_the_order_of_their_ages_counts_or_norms(evict: str, gone: str) -> None:
+    # Five rows of one slice. By their numbers another one would go first.
+    d, a, c, b, e, f, g, h = sorted([id_ for id_ in CROWDED if _slice_of(id_) == 5], key=_row)[:8]
+    ids = dict(zip("abcdefgh", (a, b, c, d, e, f, g, h), strict=True))
+    options = HashTableOptions(max_rows=4 * HASH_SLICES, evict=evict, init="normal", scale=1e-6)
+    table = HashTable("t", 1, "float64", options, room=64)
+    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    grads = {"a": 50.0, "b": -20.0, "c": 10.0, "d": -60.0, "e": 5.0, "f": -30.0, "g": 70.0, "h": -80.0}
+    there: list[str] = []
+    # The names of those that are updated, and how often; later updates leave the weights as they are.
+    for step in ({"a": 3, "b": 1, "c": 1}, {"b": 1, "d": 1}, {"e": 1}, {"f": 1}, {"g": 1}, {"h": 1}):
+        given = [grads[name] * (table.slots.find(row_numbers(np.array([ids[name]])))[0] < 0) for name in step]
+        values = torch.tensor(given, dtype=torch.float64)[:, None]
+        update(table, [ids[name] for name in step], values, made, list(step.values()))
+        before = {*there, *step}
+        there = [name for name in ids if table.slots.find(row_numbers(np.array([ids[name]])))[0] >= 0]
+        evicted = sorted(before.difference(there))
+        assert evicted == ([] if len(before) <= 4 else [gone[0]])
+        gone = gone[len(evicted) :]
+    assert not gone
+
+
 def test_rows_that_wait_expire_also_after_another_optimizer_has_come() -> None:
     made = optimizer_and_options("sgd", {"learning_rate": 1.0})
     table = HashTable("t", 1, "float32", HashTableOptions(admit_after=2, expire_after=3), room=100)
