@@ -171,7 +171,7 @@ class Optimizer:
     """Whether MXNet 1.9.1 adds weight decay to the gradient before clipping instead of after."""
     mxnet1_decayed: ClassVar[tuple[str, ...]] = ("_weight", "_gamma")
     """Endings of the names of parameters that MXNet 1.9.1 decays; see `param_idx2name`."""
-    takes_pieces: ClassVar[bool] = False
+    takes_pieces: bool = False
     """Whether `update` never writes to the gradient and also accepts it as `GradFragments`. Only counts for a class
     that is `verified`, because pieces may be cut anywhere. Not inherited: a subclass must declare it itself.
     """

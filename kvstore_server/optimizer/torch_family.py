@@ -34,7 +34,15 @@ from kvstore_server.optimizer.base import (
     optimizer_count_dtype,
     plain_option_value,
 )
-from kvstore_server.optimizer.rows import append_zeros, gather_rows, put_rows, scatter_rows
+from kvstore_server.optimizer.rows import (
+    GradFragments,
+    Gradient,
+    aligned_fragments,
+    append_zeros,
+    gather_rows,
+    put_rows,
+    scatter_rows,
+)
 from kvstore_server.plan import ALIGNMENT
 
 TorchClass = type[optim.Optimizer]
@@ -92,6 +100,8 @@ class TorchOptimizer(Optimizer):
         self._template = self.instance_of([torch.zeros(1 if self.elementwise else (1, 1), device="cpu")])
         self.hyper = _torch_group_of(self._template)
         self._tensor_options = _torch_tensor_options(self._template)
+        # Torch's other loops are faster in blocks that stay in the cache; see `apply_update`.
+        self.takes_pieces = self.one_pass and self.hyper["fused"] is not False and not self.hyper["foreach"]
 
     def _take_class(self, cls: TorchClass, declared: bool) -> None:
         self.is_foreign = not is_torchs_own(cls)
@@ -231,31 +241,27 @@ class TorchOptimizer(Optimizer):
             ) from error
         self._fitting.add(tuple(shape))
 
-    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Let torch make one step on the run or key; see `Optimizer.update`. `grad` may be sparse."""
+    def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
+        """Let torch make one step on the range or key; see `Optimizer.update`. `grad` may be sparse."""
+        if isinstance(grad, GradFragments):
+            self._update_fragments(weight, grad, state, hyper)
+            return
         if self.cls is optim.SparseAdam and not grad.is_sparse:
             raise ConfigurationError(
                 f"torch:SparseAdam only takes sparse gradients, and that of {hyper.get('key', 'a key')!r} is dense; "
                 "use torch:Adam for it"
             )
         # 1. Rows of SGD and Adagrad have a faster path with the same bits.
-        group = self._group(weight, grad, hyper)
+        group = self._group(weight, grad.is_sparse, hyper)
         if grad.is_sparse and self._changes_rows_alone(group):
             self._update_rows(weight, grad, state, group, hyper["step"])
             return
-        # 2. A copy of the optimizer with this run as its only parameter makes one step.
-        kernel = self.cls.__new__(self.cls)
-        kernel.__dict__.update(self._template.__dict__)
-        kernel.param_groups = [dict(group)]
-        kernel.state = defaultdict(dict, {weight: self._given(weight, grad, state, group, hyper["step"])})
-        weight.grad = grad
-        try:
-            # Adagrad creates sparse tensors without setting check_invariants, which torch warns about; they are valid.
-            checks: Any = torch.sparse.check_sparse_tensor_invariants
-            with checks(False) if grad.is_sparse else nullcontext():
-                self._step(kernel)
-        finally:
-            weight.grad = None
+        # 2. A copy of the optimizer with this range as its only parameter makes one step. Adagrad creates sparse
+        # tensors without setting check_invariants, which torch warns about; they are valid.
+        given = self._given(weight, grad.is_sparse, state, group, hyper["step"])
+        checks: Any = torch.sparse.check_sparse_tensor_invariants
+        with checks(False) if grad.is_sparse else nullcontext():
+            kernel = self._stepped(group, [weight], [grad], [given])
         # 3. Take its state back, and make sure that it stored nothing elsewhere.
         result = kernel.state.pop(weight, {})
         if self.is_foreign:
@@ -267,6 +273,47 @@ class TorchOptimizer(Optimizer):
         )
         if step is not None and self.is_foreign:
             state[OWN_COUNT] = step
+
+    def _update_fragments(self, weight: Tensor, grad: GradFragments, state: Values, hyper: Hyper) -> None:
+        """Let torch make one step with each fragment of a range as a parameter; the gradient is not copied."""
+        group = self._group(weight, False, hyper)
+        given = self._given(weight, False, state, group, hyper["step"])
+        flat = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim()}
+        made: dict[str, list[Tensor]] = {}
+        for grads, (weights, *parts) in aligned_fragments(grad, weight, *flat.values()):
+            of_each = [dict(zip(flat, own, strict=True)) for own in zip(*parts, strict=True)] or [
+                {} for _ in weights
+            ]
+            if "step" in given:  # torch counts in place, for each parameter
+                of_each = [{**own, "step": given["step"].clone()} for own in of_each]
+            kernel = self._stepped(group, weights, grads, of_each)
+            for one in weights:
+                for name, value in kernel.state[one].items():
+                    if name not in given and name != "step":
+                        made.setdefault(name, []).append(value)
+        state.clear()
+        state.update({**flat, **{name: torch.cat(values) for name, values in made.items()}})
+
+    def _stepped(
+        self,
+        group: Mapping[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+    ) -> optim.Optimizer:
+        """Return a copy of the optimizer that has made one step with these parameters."""
+        kernel = self.cls.__new__(self.cls)
+        kernel.__dict__.update(self._template.__dict__)
+        kernel.param_groups = [{**group, "params": list(params)}]
+        kernel.state = defaultdict(dict, zip(params, states, strict=True))
+        try:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            self._step(kernel)
+        finally:
+            for param in params:
+                param.grad = None
+        return kernel
 
     def _changes_rows_alone(self, group: Mapping[str, Any]) -> bool:
         """Return whether a sparse gradient changes only its own rows of weights and state."""
@@ -296,17 +343,17 @@ class TorchOptimizer(Optimizer):
     def _given(
         self,
         weight: Tensor,
-        grad: Tensor,
+        is_sparse: bool,
         state: Mapping[str, StateValue],
         group: Mapping[str, Any],
         number: int,
     ) -> dict[str, Any]:
         """Return the state as torch has it before update `number`, with its own step count if it has one."""
         given: dict[str, Any] = dict(state)
-        if self.cls is optim.SGD and grad.is_sparse and isinstance(state.get("momentum_buffer"), Tensor):
+        if self.cls is optim.SGD and is_sparse and isinstance(state.get("momentum_buffer"), Tensor):
             # torch keeps the buffer of sparse gradients sparse, and cannot add a dense buffer to it.
             given["momentum_buffer"] = given["momentum_buffer"].to_sparse(1)
-        if state or (not self.is_foreign and number > 1):
+        if self.cls not in UNCOUNTED and (state or (not self.is_foreign and number > 1)):
             step = given.pop(OWN_COUNT, None)
             # torch's own classes count in `hyper['step']`; foreign ones have stored their count in the state.
             if step is None and self.is_foreign:
@@ -349,14 +396,14 @@ class TorchOptimizer(Optimizer):
                 "give the Trainer update_on_kvstore=False, which updates all parameters together"
             )
 
-    def _group(self, weight: Tensor, grad: Tensor, hyper: Hyper) -> dict[str, Any]:
+    def _group(self, weight: Tensor, is_sparse: bool, hyper: Hyper) -> dict[str, Any]:
         group = {key: hyper.get(key, value) for key, value in self._template.param_groups[0].items()}
         if self.is_foreign:
             group |= {key: value for key, value in hyper.items() if key not in _OF_UPDATE}
             group = self.with_tensors(group)
         group["params"] = [weight]
         # torch's fused and foreach kernels do not take sparse gradients.
-        if grad.is_sparse:
+        if is_sparse:
             group |= {key: False for key in ("fused", "foreach") if key in group}
             return group
         if weight.device.type != "cpu":

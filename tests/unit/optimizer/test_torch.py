@@ -10,7 +10,8 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.optimizer import Optimizer, checked_optimizer_spec, create, register
+from kvstore_server.optimizer import Optimizer, State, apply_update, checked_optimizer_spec, create, register
+from kvstore_server.optimizer.rows import GradFragments
 from kvstore_server.optimizer.torch_family import ELEMENTWISE, WHOLE, TorchOptimizer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
@@ -69,6 +70,31 @@ def torch_loop(
             param.grad = row[i].clone() if schedule(step, i) else None
         oracle.step()
     return params, oracle
+
+
+@pytest.mark.parametrize(
+    "case", [one for one in CASES if create(one[0], **one[1]).takes_pieces], ids=lambda case: named(case)
+)
+@pytest.mark.parametrize(("scale", "bound"), [(1.0, None), (0.5, None), (2.0, 0.7)])
+def test_fragments_of_a_gradient_have_the_bits_of_one_without_cuts(
+    case: Case, scale: float, bound: float | None
+) -> None:
+    torch.manual_seed(4)
+    optimizer, sizes = create(case[0], **case[1]), [16, 320, 64]
+    hyper = {**optimizer.hyper, "clip_gradient": bound}
+    whole, states = torch.randn(400), (State(), State())
+    cut = whole.clone()
+    for _ in range(4):
+        grad = torch.randn(400)
+        fragments = GradFragments(list(grad.clone().split(sizes)))
+        ready = (grad * scale).clamp(-bound, bound) if bound else grad * scale
+        apply_update(optimizer, whole, ready, states[0], {**hyper, "clip_gradient": None})
+        apply_update(optimizer, cut, fragments, states[1], hyper, scale=scale)
+        assert torch.equal(fragments.tensors[1], grad[16:336])
+    assert torch.equal(cut, whole)
+    assert states[0].values.keys() == states[1].values.keys()
+    for name, value in states[0].values.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1].values[name])), name
 
 
 def problem() -> tuple[list[Tensor], list[list[Tensor]]]:
