@@ -28,6 +28,8 @@ MEASURED = 10_000
 """Rounds of a job whose speed says how many rounds the others take."""
 SLOPE = 1.0
 """MiB an hour that a process may grow by."""
+COURSE = 12
+"""Samples of a process's memory that are printed."""
 MOST_SNAPSHOTS = 3
 """Times the bytes of the state that the directory of snapshots may have."""
 
@@ -155,8 +157,9 @@ def report(samples: Samples) -> int:
         grown, files = slope(steady), samples.files[name][len(found) // 4 :]
         is_well = grown < SLOPE and files[-1] <= files[0]
         code |= not is_well
+        course = " ".join(f"{steady[len(steady) * at // COURSE][1]:.1f}" for at in range(COURSE))
         print(
-            f"{name}: {steady[0][1]:.1f} to {steady[-1][1]:.1f} MiB, {grown:+.2f} MiB an hour; "
+            f"{name}: {course} {steady[-1][1]:.1f} MiB, {grown:+.2f} MiB an hour; "
             f"{files[0]} to {files[-1]} descriptors{'' if is_well else '  <- GROWS'}"
         )
     return int(code)
