@@ -144,7 +144,7 @@ def _positions(entries: Entries, rows: Ints, wanted: Ints) -> Ints:
     while len(open_):
         entry = entries[at]
         # Entries without a slot are 0 or -1: any row will do for them.
-        is_found = (entry > 0) & (rows.take(entry - 1, mode="clip") == wanted)
+        is_found = (entry > 0) & (rows[np.maximum(entry, 1) - 1] == wanted)
         found[open_[is_found]] = at[is_found]
         goes_on = ~is_found & (entry != 0)
         open_, wanted, at = open_[goes_on], wanted[goes_on], (at[goes_on] + 1) & mask
