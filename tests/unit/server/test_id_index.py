@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -39,6 +41,21 @@ def test_row_numbers_of_consecutive_ids_are_the_known_hashes_and_spread_evenly()
     per_part = np.bincount(rows.view(np.uint64) >> np.uint64(57), minlength=128)
     assert per_part.min() > 0.85 * per_part.mean()
     assert per_part.max() < 1.15 * per_part.mean()
+
+
+def test_a_lookup_copies_no_whole_column_of_slots() -> None:
+    slots = np.zeros(1_000_000, [("row", np.int64), ("count", np.int64)])
+    index, some = IdIndex(slots["row"]), np.arange(10)
+    slots["row"][some] = row_numbers(some)
+    index.insert(some)
+    tracemalloc.start()
+    try:
+        assert index.find(row_numbers(np.arange(20))).tolist() == [*range(10), *[-1] * 10]
+        index.remove(some)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
 
 
 def test_one_slot_is_enough() -> None:
