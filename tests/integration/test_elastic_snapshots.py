@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import kvtrainer
+from kvstore_server.probe import probe_servers
 from kvtrainer.errors import ConfigurationError, DeadlineError
 from kvtrainer.kvstore import DistKVStore
 from tests.integration.test_elastic import first_weights, gradient, plain_loop, sgd
@@ -85,7 +86,7 @@ def live(rank: str, folder: str, tag: str, *addresses: str) -> None:
             worker.end()
             return
         if step == GOES_BACK_TO - 1 and not tag:  # the disk may be slow
-            assert eventually(lambda: all(rounds_of(Path(folder), at) for at in range(2)))
+            assert eventually(lambda: have_snapshots(addresses))
         worker.step(step)
         if tag and worker.rank == 2 and step == GOES_BACK_TO - 1:
             worker.store.save(tag)
@@ -111,6 +112,12 @@ def first_job(folder: Path, tag: str = "", *flags: str) -> Iterator[list[Process
         newest = [] if tag else [1 + GOES_BACK_TO]
         assert eventually(lambda: all(rounds_of(folder, at)[-1:] == newest for at in range(2)))
         yield workers
+
+
+def have_snapshots(addresses: Sequence[str]) -> bool:
+    """Whether all servers know that a snapshot is complete, and so can take another one."""
+    facts: list[Any] = [one and one["snapshots"] for one in probe_servers(addresses, LIMIT)]
+    return all(one["latest"] and not one["is_writing"] for one in facts)
 
 
 def rounds_of(folder: Path, server: int) -> list[int]:

@@ -483,13 +483,13 @@ def test_a_worker_that_lacks_an_update_which_the_others_have_made_does_not_go_on
         pipeline: Any = trainer._pipeline
         rounds: Any = pipeline.binding.holder._client.rounds
         # The round is a captured one where all servers share memory with the worker.
-        parts = [part for captured in rounds._captured.values() for part in captured._parts]
+        requests = [one for captured in rounds._captured.values() for one in captured._requests]
         places = {
             "before the sum is here": [
                 (rounds._session, "wait"),
                 (rounds._session.transport, "receive_frames"),
             ],
-            "while the round ends": [(rounds, "_end"), *[(part, "write") for part in parts]],
+            "while the round ends": [(rounds, "_end"), *[(one, "write") for one in requests]],
             "in the update": [(pipeline.states.here[0], "apply")],
         }[moment]
 
