@@ -212,29 +212,36 @@ def _forward_supervisor_signals(forward: Callable[[signal.Signals], None]) -> It
         os.close(writer)
 
 
-def _start_supervised(command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int]) -> int:
-    """Start a process that dies with this one, in a group of its own, with descriptors from FIRST on. Return its pid.
-
-    Not subprocess.Popen, because LISTEN_PID is known only after the fork. This program has no other threads.
-    """
+def fork_group() -> int:
+    """Fork a process that leads a group of its own and dies with this one. Return its pid; in the child, 0."""
     parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
     pid = os.fork()
     if pid:
         with suppress(PermissionError):  # it did so itself, and runs its program by now
             os.setpgid(pid, pid)
         return pid
+    os.setpgid(0, 0)
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it is dead already
+        os._exit(1)
+    return 0
+
+
+def _start_supervised(command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int]) -> int:
+    """Start a process that dies with this one, in a group of its own, with descriptors from FIRST on. Return its pid.
+
+    Not subprocess.Popen, because LISTEN_PID is known only after the fork. This program has no other threads.
+    """
+    pid = fork_group()
+    if pid:
+        return pid
     try:
-        # 1. Die with the parent, which may be dead already.
-        os.setpgid(0, 0)
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-        # 2. Move the descriptors out of the way first, because some may lie where others are to go.
+        # 1. Move the descriptors out of the way first, because some may lie where others are to go.
         above = FIRST + len(descriptors)
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in descriptors]
         for target, fd in enumerate(moved, FIRST):
             os.dup2(fd, target)
-        # 3. Become the program.
+        # 2. Become the program.
         own = {"LISTEN_PID": str(os.getpid())} if descriptors else {}
         os.execvpe(command[0], list(command), {**environ, **own})
     except BaseException as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -43,7 +42,6 @@ LARGEST = 1 << 20
 """Bytes of a request."""
 _ABOVE_ALL = 500
 """File descriptors from here on are nobody's."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Client:
@@ -191,18 +189,12 @@ def _execute(kind: str, what: str, rest: Sequence[str]) -> None:
 
 def _start_supervised(command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int]) -> int:
     """In a child that is a supervisor: start its server as it would, but as a copy of this process."""
-    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
-    pid = os.fork()
+    supervisor: Any = sys.modules["kvstore_server.supervisor"]
+    pid: int = supervisor.fork_group()
     if pid:
-        os.setpgid(pid, pid)
         return pid
     try:
-        # 1. Die with the parent, which may be dead already.
-        os.setpgid(0, 0)
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-        # 2. Keep nothing but what is passed on. Objects that hold the rest live as long as this process.
+        # 1. Keep nothing but what is passed on. Objects that hold the rest live as long as this process.
         signal.set_wakeup_fd(-1)
         _, *arguments = command
         ready = [int(fd) for flag, fd in itertools.pairwise(arguments) if flag == "--ready-fd"]
@@ -210,7 +202,7 @@ def _start_supervised(command: Sequence[str], environ: Mapping[str, str], descri
         for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {*passed}:
             with contextlib.suppress(OSError):  # the one that has listed them
                 os.close(fd)
-        # 3. Become the program.
+        # 2. Become the program.
         targets = [0, 1, 2, *range(3, 3 + len(descriptors)), *ready]
         request = {"arguments": arguments, "env": {**environ}, "cwd": os.getcwd(), "targets": targets}
         _become(request, passed)
