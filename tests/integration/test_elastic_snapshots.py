@@ -116,8 +116,8 @@ def first_job(folder: Path, tag: str = "", *flags: str) -> Iterator[list[Process
 
 def have_snapshots(addresses: Sequence[str]) -> bool:
     """Whether all servers know that a snapshot is complete, and so can take another one."""
-    facts: list[Any] = [one and one["snapshots"] for one in probe_servers(addresses, LIMIT)]
-    return all(one["latest"] and not one["is_writing"] for one in facts)
+    facts = [one["snapshots"] for one in probe_servers(addresses, LIMIT) if one is not None]
+    return len(facts) == len(addresses) and all(one["latest"] and not one["is_writing"] for one in facts)
 
 
 def rounds_of(folder: Path, server: int) -> list[int]:
