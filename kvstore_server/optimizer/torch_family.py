@@ -279,6 +279,7 @@ class TorchOptimizer(Optimizer):
         group = self._group(weight, False, hyper)
         given = self._given(weight, False, state, group, hyper["step"])
         flat = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim()}
+        others = {name: value for name, value in given.items() if name not in flat and name != "step"}
         made: dict[str, list[Tensor]] = {}
         for grads, (weights, *parts) in aligned_fragments(grad, weight, *flat.values()):
             of_each = [dict(zip(flat, own, strict=True)) for own in zip(*parts, strict=True)] or [
@@ -292,7 +293,7 @@ class TorchOptimizer(Optimizer):
                     if name not in given and name != "step":
                         made.setdefault(name, []).append(value)
         state.clear()
-        state.update({**flat, **{name: torch.cat(values) for name, values in made.items()}})
+        state.update({**others, **flat, **{name: torch.cat(values) for name, values in made.items()}})
 
     def _stepped(
         self,
