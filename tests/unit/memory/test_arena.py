@@ -186,26 +186,6 @@ def test_gradients_of_one_dimension_lie_in_place_with_zeros_between(absent: int 
             assert torch.equal(arena.grads[dtype], flat)
 
 
-@pytest.mark.parametrize(
-    "lengths", [[100, 1, 16, 33], [5], [4, 20_000]], ids=["vectors", "one", "one is long"]
-)
-def test_gradients_of_vectors_lie_where_the_plan_says_though_some_are_strided_or_absent(
-    lengths: list[int],
-) -> None:
-    torch.manual_seed(2)
-    parameters = [Parameter(torch.zeros(n, dtype=dtype)) for n in lengths for dtype in DTYPES]
-    arena = arena_of(parameters)
-    for absent in (None, 0, None):
-        for p in parameters:
-            p.grad = torch.randn(p.numel(), 2).to(p.dtype)[:, 1]
-        gather(arena, parameters, [at != absent for at in range(len(parameters))])
-        values: list[Any] = [
-            torch.zeros_like(p) if at == absent else p.grad for at, p in enumerate(parameters)
-        ]
-        for dtype, flat in expected_arenas(plan_for(parameters), values).items():
-            assert torch.equal(arena.grads[dtype], flat)
-
-
 def test_gradients_in_other_buffers_leave_the_arena_and_come_back() -> None:
     parameters = [Parameter(torch.zeros(40, 50)), Parameter(torch.zeros(7))]
     arena, elsewhere = arena_of(parameters), {0: torch.zeros(2000)}
