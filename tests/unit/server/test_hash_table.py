@@ -479,7 +479,7 @@ def test_a_table_keeps_about_as_many_rows_as_it_may_have(max_rows: int) -> None:
     ],
 )
 def test_rows_are_evicted_in_the_order_of_their_ages_counts_or_norms(evict: str, gone: str) -> None:
-    # Five rows of one slice. By their numbers another one would go first.
+    # Rows of one slice, which may have four. By their numbers others would go first.
     d, a, c, b, e, f, g, h = sorted([id_ for id_ in CROWDED if _slice_of(id_) == 5], key=_row)[:8]
     ids = dict(zip("abcdefgh", (a, b, c, d, e, f, g, h), strict=True))
     options = HashTableOptions(max_rows=4 * HASH_SLICES, evict=evict, init="normal", scale=1e-6)
