@@ -280,26 +280,23 @@ def apply_update_to_rows(
     """
     grad_rows = grad_rows.reshape(len(rows), *weight.shape[1:])
     if optimizer.takes_sparse(hyper):
-        if 1 in grad_rows.shape:
-            # A dimension of size 1 may have any stride, as in an expanded gradient, for which torch's addition of
-            # sparse tensors gives wrong results.
-            empty = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device)
-            grad_rows = empty.copy_(grad_rows)
-        sparse = torch.sparse_coo_tensor(
-            rows[None],
-            grad_rows,
-            weight.shape,
-            is_coalesced=True,
-            check_invariants=False,
-            device=grad_rows.device,
-        )
-        apply_update(optimizer, weight, sparse, state, hyper)
+        apply_update(optimizer, weight, _sparse_tensor(rows, grad_rows, weight.shape), state, hyper)
     elif needs_row_sparse(optimizer, hyper):
         _update_rows_lazily(optimizer, weight, rows, grad_rows, state, hyper, allocate)
     else:
         dense = grad_rows.new_zeros(weight.shape)
         dense[rows] = grad_rows
         apply_update(optimizer, weight, dense, state, hyper)
+
+
+def _sparse_tensor(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if 1 in values.shape:
+        # A dimension of size 1 may have any stride, as in an expanded gradient, for which torch's addition of sparse
+        # tensors gives wrong results.
+        values = torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
+    return torch.sparse_coo_tensor(
+        rows[None], values, shape, is_coalesced=True, check_invariants=False, device=values.device
+    )
 
 
 def needs_row_sparse(optimizer: Optimizer, hyper: Hyper) -> bool:
@@ -360,7 +357,15 @@ def update_rows_with_state(
     Args:
         rows: Distinct, in any order.
     """
-    if count := rows.numel():
+    count = rows.numel()
+    if count and weight.is_cpu and not is_half(weight) and optimizer.only_adds_rows(hyper):
+        # The same bits as below, without gathering and scattering. As a matrix: with one number in a row torch rounds
+        # the product first.
+        grad = _sparse_tensor(
+            rows, grad_rows.reshape(count, -1), (weight.shape[0], grad_rows.numel() // count)
+        )
+        weight.view(grad.shape).add_(grad, alpha=-hyper["lr"])
+    elif count:
         hyper = optimizer.hyper_for_rows(weight if state.master is None else state.master, grad_rows, hyper)
         at_once = count
         if optimizer.verified:  # in blocks that stay in the cache

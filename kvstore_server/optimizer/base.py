@@ -318,6 +318,10 @@ class Optimizer:
         """
         return False
 
+    def only_adds_rows(self, hyper: Hyper) -> bool:
+        """Return whether `update` of some rows is `w -= lr * grad` and leaves the state alone."""
+        return False
+
     def takes_sparse(self, hyper: Hyper) -> bool:
         """Return whether `update` wants row-sparse gradients of keys as sparse tensors."""
         return False

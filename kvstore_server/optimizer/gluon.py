@@ -226,6 +226,11 @@ class _GluonMomentum(_Elementwise):
         """Return whether `lazy_update` is on, or rows without gradient stay anyway (no momentum and no decay)."""
         return bool(hyper.get("lazy_update") or hyper["momentum"] == hyper["weight_decay"] == 0.0)
 
+    def only_adds_rows(self, hyper: Hyper) -> bool:
+        """Return whether there is no momentum, decay or clipping. A user's class may have another `update`."""
+        is_plain = hyper["momentum"] == hyper["weight_decay"] == 0.0 and hyper.get("clip_gradient") is None
+        return self.verified and is_plain
+
 
 def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: MomentumCorrection) -> None:
     """Multiply the momentum by new / old rate if these differ enough, and store the new rate."""

@@ -83,6 +83,23 @@ def test_a_lazy_update_of_all_rows_has_the_bits_of_a_dense_one(name: str, option
         assert torch.equal(tensors(lazy)[entry], value)
 
 
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("shape", [(60,), (60, 1), (60, 2, 3), (60, 37)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_plain_sgd_of_any_shape_has_the_bits_of_a_dense_update(
+    shape: tuple[int, ...], dtype: torch.dtype, clip: float | None
+) -> None:
+    optimizer, weight = create("sgd", lr=0.1, clip_gradient=clip), numbers(*shape, seed=0).to(dtype)
+    by_rows, dense, grad = Key(optimizer, weight), Key(optimizer, weight), numbers(*shape, seed=1).to(dtype)
+    grad[40:] = grad[40]
+    by_rows.update_rows([*range(10), *range(20, 40)], torch.cat([grad[:10], grad[20:40]]))
+    by_rows.update_rows([10], grad[10:11])
+    by_rows.update_rows(range(11, 20), grad[11:20])
+    by_rows.update_rows(range(40, 60), grad[40].reshape(1, -1).expand(20, -1))
+    dense.update(grad)
+    assert torch.equal(by_rows.weight, dense.weight)
+
+
 @pytest.mark.parametrize(("name", "options"), [case for case in LAZY if case[0] != "lars"])
 def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(name: str, options: dict[str, Any]) -> None:
     optimizer, whole = create(name, **options), numbers(7, 37, seed=0)
