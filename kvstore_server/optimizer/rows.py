@@ -110,8 +110,7 @@ def joined(grad: Gradient, factor: float) -> Tensor:
 def _split_cached_blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     block, size = list[Tensor](), 0
     for tensor in tensors:
-        flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-        for part in torch.split(flat, CACHED) if flat.numel() > CACHED else (flat,):
+        for part in torch.split(tensor, CACHED) if tensor.numel() > CACHED else (tensor,):
             if block and size + part.numel() > CACHED:
                 yield block
                 block, size = [], 0

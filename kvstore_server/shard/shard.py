@@ -579,14 +579,14 @@ class Shard:
     def _pieces(
         self, chunk: ReduceChunk, first: int, end: int, grad: Tensor, borrowed: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """Return the gradient of adjacent segments as fragments, in order; those of borrowed keys are views."""
+        """Return the gradient of adjacent segments as flat fragments, in order; those of borrowed keys are views."""
         block, begin = chunk.block, chunk.place.start
         keys = list(dict.fromkeys(block.keys[first:end]))
         # The common case: every key is borrowed as a whole.
         if all(map(borrowed.__contains__, keys)):
             ends_there = self.storage.layouts[keys[0]].first, self.storage.layouts[keys[-1]].last
             if ends_there == (first, end):
-                return list(map(borrowed.__getitem__, keys))
+                return [borrowed[key].view(-1) for key in keys]
         # Otherwise alternate between borrowed keys and the ranges between them.
         starts, ends = block.states.segments, block.ends
         layouts = [layout for key in borrowed if (layout := self.storage.layouts[key]).block is block]

@@ -302,13 +302,6 @@ def test_each_element_is_multiplied_clipped_and_multiplied_and_meets_what_lies_b
     assert torch.equal(torch.cat(pieces), given)
 
 
-def test_pieces_of_several_dimensions_are_multiplied_as_they_lie() -> None:
-    pieces, flat = [torch.ones(4, 8), torch.full((2, 2, 8), 2.0)], torch.zeros(64)
-    for [tensor], [[place]] in aligned_fragments(GradFragments(pieces, 0.5), flat):
-        place.copy_(tensor)
-    assert flat.tolist() == [0.5] * 32 + [1.0] * 32
-
-
 def test_memory_that_is_cut_again_alike_gives_the_same_parts() -> None:
     cuts, flat = ViewCache(), torch.arange(48.0)
     parts = cuts.of(flat, [16, 32])
