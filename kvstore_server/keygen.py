@@ -39,6 +39,34 @@ of jobs that a worker may take part in, with commas between them (*); RANKS are 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code. Wrong usage raises SystemExit with code 2."""
+    parser = build_keygen_parser()
+    options = parser.parse_args(argv)
+    directory = Path(options.directory)
+    try:
+        if options.rotate:
+            is_first = rotate_server_key(directory)
+            print(
+                f"{directory / SERVER_PUBLIC} has the present and the next public key; copy it to all clients, and "
+                "call this again"
+                if is_first
+                else f"{directory / SERVER_SECRET} has the next key; start the servers again, one after the other"
+            )
+            return 0
+        try:
+            limits = make_limits({name: float(number) for name, _, number in map(_split, options.limits)})
+        except ValueError as error:
+            parser.error(f"--limit: {error}")
+        clients = options.clients or list(map(_parse_client, _DEFAULT))
+        made = make_keys(directory, [replace(one, limits=limits, expires=options.expires) for one in clients])
+    except ConfigurationError as error:
+        print(f"kvstore-server keygen: {error}", file=sys.stderr)
+        return 1
+    print(f"{directory} has new keys of {', '.join(made)}" if made else f"{directory} has these keys already")
+    return 0
+
+
+def build_keygen_parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags."""
     parser = argparse.ArgumentParser(
         prog="kvstore-server keygen",
         description=_DESCRIPTION,
@@ -74,29 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"replace the server's key in two steps: the first call adds the next public key to {SERVER_PUBLIC}, "
         "which you then copy to all clients; the second one lets servers use it, when they are started again",
     )
-    options = parser.parse_args(argv)
-    directory = Path(options.directory)
-    try:
-        if options.rotate:
-            is_first = rotate_server_key(directory)
-            print(
-                f"{directory / SERVER_PUBLIC} has the present and the next public key; copy it to all clients, and "
-                "call this again"
-                if is_first
-                else f"{directory / SERVER_SECRET} has the next key; start the servers again, one after the other"
-            )
-            return 0
-        try:
-            limits = make_limits({name: float(number) for name, _, number in map(_split, options.limits)})
-        except ValueError as error:
-            parser.error(f"--limit: {error}")
-        clients = options.clients or list(map(_parse_client, _DEFAULT))
-        made = make_keys(directory, [replace(one, limits=limits, expires=options.expires) for one in clients])
-    except ConfigurationError as error:
-        print(f"kvstore-server keygen: {error}", file=sys.stderr)
-        return 1
-    print(f"{directory} has new keys of {', '.join(made)}" if made else f"{directory} has these keys already")
-    return 0
+    return parser
 
 
 def _parse_client(text: str) -> KeyHolder:

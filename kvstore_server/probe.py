@@ -139,6 +139,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns the exit code: 0 if it does; otherwise 1, and standard error says why not.
     """
+    options = build_probe_parser().parse_args(argv)
+    problem = probe_server(options.server, options.timeout)
+    if problem:
+        print(f"{options.server}: {problem}", file=sys.stderr)
+    return 1 if problem else 0
+
+
+def build_probe_parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags."""
     parser = argparse.ArgumentParser(
         prog="python -m kvstore_server.probe", description="Ask one server whether it answers."
     )
@@ -149,11 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=5.0,
         help="seconds to wait for the answer (%(default)g)",
     )
-    options = parser.parse_args(argv)
-    problem = probe_server(options.server, options.timeout)
-    if problem:
-        print(f"{options.server}: {problem}", file=sys.stderr)
-    return 1 if problem else 0
+    return parser
 
 
 def _parse_probed_address(text: str) -> str:

@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from kvstore_server import cli
+from kvstore_server import cli, keygen, probe
 from kvstore_server.failpoints import POINTS
 from kvtrainer.common.env import DEFAULT_SECONDS
 from kvtrainer.jobs import kvlaunch
@@ -181,6 +181,8 @@ def page() -> str:
     commands = [
         ("kvlaunch", "starts servers and workers of one job", kvlaunch._make_parser()),
         ("kvstore-server", "is one server", cli.build_server_parser({})),
+        ("kvstore-server keygen", "makes keys", keygen.build_keygen_parser()),
+        ("python -m kvstore_server.probe", "asks a server whether it answers", probe.build_probe_parser()),
         ("kvtop", "shows a running job", top._make_top_parser()),
     ]
     parts = [_HEAD]
