@@ -320,24 +320,24 @@ def unscale(trainer: Any) -> None:
     scaler.mark_unscaled()
 
 
+PLAIN_SCALING = frozenset({"found_inf", "grad_scale"})
+"""The attributes by which a plain torch.amp.GradScaler passes its arguments to an optimizer."""
+
+
 def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> tuple[bool, float]:
     """Return what a plain torch.amp.GradScaler passes to the step: whether a gradient overflows, and 1 / scale.
 
     It calls the `step` of any optimizer with `_step_supports_amp_scaling`, and sets the attributes `found_inf` and
-    `grad_scale` (None once unscaled), which it removes afterwards. It does not ask other workers, so it is refused if
-    there are any.
+    `grad_scale` (None once unscaled), which it removes if the step does not raise. It does not ask other workers, so it
+    is refused if there are any.
     """
     scale, found = vars(trainer)["grad_scale"], vars(trainer)["found_inf"]
-    try:
-        refuse_second_loss_scaler(trainer)
-        if num_workers > 1:
-            raise ConfigurationError(
-                f"a torch.amp.GradScaler decides locally, but {num_workers} workers must skip a step together and keep "
-                "the same scale; use kvtrainer.amp.GradScaler instead, or the Trainer's option amp='dynamic'"
-            )
-    except ConfigurationError:
-        del trainer.found_inf, trainer.grad_scale  # type: ignore[attr-defined]
-        raise
+    refuse_second_loss_scaler(trainer)
+    if num_workers > 1:
+        raise ConfigurationError(
+            f"a torch.amp.GradScaler decides locally, but {num_workers} workers must skip a step together and keep the "
+            "same scale; use kvtrainer.amp.GradScaler instead, or the Trainer's option amp='dynamic'"
+        )
     return bool(found), 1.0 if scale is None else 1.0 / float(scale)
 
 

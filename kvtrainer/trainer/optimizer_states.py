@@ -11,9 +11,9 @@ State may arrive (from a file, or a torch instance) before its holder exists. It
 over when the holder is created (`hand_over`). State of parameters that a script took out of the groups is kept in
 `_outside`, and returns with them.
 
-An update that raises leaves weights and state as they were: `Shard` guarantees it for slices; `JointOptimizerUpdate`
-takes a snapshot before each step and restores it. `OptimizerStateView` shows the state as torch's optimizers do, in
-`trainer.state`.
+An update that raises a KVStoreError leaves weights and state as they were: `Shard` guarantees it for slices;
+`JointOptimizerUpdate` takes a snapshot before each step and restores it. `OptimizerStateView` shows the state as
+torch's optimizers do, in `trainer.state`.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from kvtrainer.errors import (
     REPLACED,
     ConfigurationError,
     GradientWriteWarning,
+    KVStoreError,
     NoGradientWarning,
     NonFiniteGradientError,
     SparseGradientWarning,
@@ -678,12 +679,16 @@ class StepPipeline:
         was_incomplete = guard.is_incomplete
         try:
             return self._update_here(present, scale, again, options)
-        except Exception:
+        except KVStoreError:
             guard.end()  # as on all workers: nothing has changed
             raise
-        except BaseException:
+        except BaseException as error:
+            # An optimizer that runs user code undoes what it has begun. All else, such as no memory on a device, may
+            # have come in the middle of an update.
             one = self.states.here[0]
-            if isinstance(one, JointOptimizerUpdate) and one.was_undone:
+            if isinstance(error, Exception) and isinstance(one, JointOptimizerUpdate):
+                guard.end()
+            elif isinstance(one, JointOptimizerUpdate) and one.was_undone:
                 guard.is_incomplete = was_incomplete
             raise
 

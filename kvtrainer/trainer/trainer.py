@@ -41,7 +41,7 @@ from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.gradients import largest_numel
 from kvtrainer.memory.row_sparse import RowSparseParameter, is_row_sparse, row_sparse_parameters
 from kvtrainer.optimizer import create as create_optimizer
-from kvtrainer.options.loss_scaler import LossScaler, plain_scaling, scaler_of
+from kvtrainer.options.loss_scaler import PLAIN_SCALING, LossScaler, plain_scaling, scaler_of
 from kvtrainer.options.paramwise import ParamReport, apply_paramwise, rows_of
 from kvtrainer.options.stages import STAGES, Accumulation, StageOptions
 from kvtrainer.parallel.replicas import COPIES, devices_of, flatten_replicas, policy_of
@@ -90,7 +90,13 @@ def _hooked(step: Any) -> Any:
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
         )
-        return (seen if is_seen else step)(self, *args, **kwargs)
+        try:
+            return (seen if is_seen else step)(self, *args, **kwargs)
+        except BaseException:
+            # Torch's GradScaler removes what it has passed only after a step that returns; see `plain_scaling`.
+            for name in PLAIN_SCALING:
+                vars(self).pop(name, None)
+            raise
 
     call.hooked = True  # type: ignore[attr-defined]  # torch wraps no step that has this mark
     return call
@@ -428,7 +434,7 @@ class Trainer(torch.optim.Optimizer):
         if callable(batch_size):
             batch_size, closure = None, batch_size
         # A plain torch.amp.GradScaler passes its arguments as attributes of the optimizer.
-        scaling = partial(plain_scaling, self) if {"found_inf", "grad_scale"} <= vars(self).keys() else None
+        scaling = partial(plain_scaling, self) if vars(self).keys() >= PLAIN_SCALING else None
         began = time.monotonic()
         result = self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
         report = self._pipeline.binding.report

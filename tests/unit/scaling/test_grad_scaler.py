@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer, amp
 from kvtrainer.amp import GradScaler
-from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
+from kvtrainer.errors import ConfigurationError, NonFiniteGradientError, StaleGradientError
 from kvtrainer.options.loss_scaler import plain_scaling
 from tests.support.ways_to_train import STORES, trainer_of, zeros
 
@@ -235,13 +235,33 @@ def test_a_closure_and_a_loss_that_was_not_scaled_are_refused() -> None:
         scaler().step(trainer_of([zeros()]), lambda: 0.0)
 
 
-def test_plain_scaler_in_a_job_of_several_workers_is_refused_by_name_and_leaves_nothing_behind() -> None:
+def test_plain_scaler_in_a_job_of_several_workers_is_refused_by_name() -> None:
     trainer: Any = trainer_of([zeros()])
     trainer.grad_scale, trainer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
     assert plain_scaling(trainer, 1) == (False, 0.125)
     with pytest.raises(ConfigurationError, match=r"kvtrainer\.amp\.GradScaler"):
         plain_scaling(trainer, 2)
-    assert not {"grad_scale", "found_inf"} & set(vars(trainer))
+
+
+@pytest.mark.parametrize("slope", [1.0, math.inf])
+@pytest.mark.parametrize("raising", ["stale", "hook"])
+def test_plain_scaler_whose_step_raises_has_no_effect_on_later_steps(raising: str, slope: float) -> None:
+    p, unused = zeros(), zeros()
+    trainer = trainer_of([p, unused] if raising == "stale" else [p])
+    plain = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plain.scale((p * slope).sum()).backward()
+    if raising == "stale":
+        with pytest.raises(StaleGradientError):
+            plain.step(trainer, 1)
+    else:
+        hook = trainer.register_step_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            plain.step(trainer, 1)
+        hook.remove()
+    trainer.zero_grad()
+    p.sum().backward()
+    assert not trainer.step(1, ignore_stale_grad=True).skipped
+    assert p.tolist() == [-1, -1]
 
 
 SCALE = 1024.0

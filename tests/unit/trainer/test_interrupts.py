@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import logging
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.nn import Parameter
 
 import kvtrainer
+from kvstore_server.optimizer.apply import apply_update
 from kvtrainer.errors import KVStoreError, StaleGradientError
 from tests.support.interrupts import Interrupt, Line, lines_of
 
@@ -167,4 +169,27 @@ def test_an_interrupted_step_without_a_store_is_saved_and_logged(
     trainer = interrupted_in_its_end(kvstore=None)
     assert caplog.records == []
     SAVES[call](trainer, tmp_path)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_an_update_that_fails_midway_is_not_taken_for_one_that_changed_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = fresh()
+    groups = [{"params": [p], "lr": LR / (at + 1)} for at, p in enumerate(parameters)]
+    trainer = kvtrainer.Trainer(groups, "sgd", kvstore=None)
+    numbers = count()
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        if next(numbers):
+            raise torch.OutOfMemoryError("no memory for the second group")
+        apply_update(*arguments, **options)
+
+    give(parameters, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore_server.shard.shard.apply_update", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.step(1)
+    give(parameters, 1)
+    trainer.step(1)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
