@@ -21,6 +21,7 @@ from kvstore_server import check
 from kvstore_server.errors import did_you_mean
 from kvstore_server.plan import HASH_SLICES, HashTableOptions
 from kvstore_server.shard.table_optimizer import check_hash_table, describe_table_optimizer
+from kvtrainer.common.tensors import flatten_id_tensor
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory.hash_table import HashTableParameter, RowLookup, look_up
@@ -28,6 +29,7 @@ from kvtrainer.optimizer import Optimizer
 from kvtrainer.optimizer import create as create_optimizer
 
 _MODES = ("sum", "mean")
+_NO_OFFSETS = (torch.bool, torch.complex64, torch.complex128)
 
 
 @uncompiled
@@ -59,7 +61,8 @@ class Embedding(nn.Module):
             have changed since; the same results as without. For stores with servers.
         cache_age: Rows that were read at most this many rounds ago are used without asking, whether they have changed
             or not; 0: servers are always asked.
-        dtype, device: Of the rows.
+        dtype, device: Of the rows. With float16 on the CPU only one lookup may be in a backward pass, because torch
+            cannot add two such gradients.
 
     Raises:
         ConfigurationError: An argument is wrong.
@@ -120,14 +123,14 @@ class Embedding(nn.Module):
     def _lookup(self, ids: Any) -> RowLookup:
         if self.padding_idx is None:
             return self.weight.lookup(ids)
-        given = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
-        [places] = (given.reshape(-1) != self.padding_idx).nonzero(as_tuple=True)
-        kept = self.weight.lookup(given.reshape(-1)[places])
+        flat, shape = flatten_id_tensor(self.weight._name(), ids, 0)
+        [places] = (flat != self.padding_idx).nonzero(as_tuple=True)
+        kept = self.weight.lookup(flat[places])
 
         def finish(rows: Tensor) -> Tensor:
             rows = kept.finish(rows)
-            found = rows.new_zeros(given.numel(), rows.shape[1]).index_copy(0, places.to(rows.device), rows)
-            return found.view(*given.shape, rows.shape[1])
+            found = rows.new_zeros(flat.numel(), rows.shape[1]).index_copy(0, places.to(rows.device), rows)
+            return found.view(*shape, rows.shape[1])
 
         return kept._replace(finish=finish)
 
@@ -253,14 +256,13 @@ class EmbeddingBag(Embedding):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}, include_last_offset={self.include_last_offset}"
 
-    def forward(
-        self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Return a tensor of shape (number of bags, dim). Blocks.
 
         Args:
             ids: int64; of two dimensions, with a bag in each row, or of one, with `offsets`.
-            offsets: Where each bag begins in `ids`: int64, ascending, the first one 0.
+            offsets: Where each bag begins in `ids`: integers, ascending, the first one 0; with `include_last_offset`
+                the last one is the number of ids.
             per_sample_weights: A factor of each id, in the shape of `ids`. A mean is divided by the number of ids all
                 the same.
 
@@ -270,15 +272,13 @@ class EmbeddingBag(Embedding):
         [found] = look_up([self._lookup(ids, offsets, per_sample_weights)])
         return found
 
-    def _lookup(
-        self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> RowLookup:
+    def _lookup(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> RowLookup:
         flat, starts, weights = self._read_bags(ids, offsets, per_sample_weights)
         if self.padding_idx is not None:
             is_kept = flat != self.padding_idx
             gone_before = torch.cumsum(~is_kept, 0)
             starts = starts - torch.cat([gone_before.new_zeros(1), gone_before])[starts]
-            flat, weights = flat[is_kept], None if weights is None else weights[is_kept]
+            flat, weights = flat[is_kept], None if weights is None else weights[is_kept.to(weights.device)]
         summed = self.weight.pooled_lookup(flat, starts, weights)
         if self.mode == "sum":
             return summed
@@ -290,37 +290,50 @@ class EmbeddingBag(Embedding):
 
         return summed._replace(finish=finish)
 
-    def _read_bags(
-        self, ids: Any, offsets: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        given, who = (
-            ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu"),
-            self.weight._name(),
-        )
-        if given.dim() == 2 and offsets is None:
-            offsets = torch.arange(len(given), device=given.device) * given.shape[1]
-        elif given.dim() == 1 and offsets is not None:
-            offsets = offsets[:-1] if self.include_last_offset else offsets
-            ends = offsets.new_tensor([len(given)])
-            is_wrong = offsets.dim() != 1 or offsets.dtype.is_floating_point
-            if is_wrong or bool((torch.diff(offsets, prepend=ends * 0, append=ends) < 0).any()):
-                raise ConfigurationError(
-                    f"offsets of bags of {who} are integers, ascending, from 0 to the {len(given)} ids; got {offsets}"
-                )
-            if len(offsets) and int(offsets[0]):
-                raise ConfigurationError(
-                    f"the first bag of {who} begins with the first id, but offsets[0] is {offsets[0]}"
-                )
+    def _read_bags(self, ids: Any, offsets: Any, weights: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return flat ids and where bags begin, both int64 on the CPU, and flat weights."""
+        who = self.weight._name()
+        flat, shape = flatten_id_tensor(who, ids, 0)
+        if len(shape) == 2 and offsets is None:
+            starts = torch.arange(shape[0], device="cpu") * shape[1]
+        elif len(shape) == 1 and offsets is not None:
+            starts = self._read_offsets(offsets, len(flat))
         else:
             raise ConfigurationError(
-                f"ids of {who} have two dimensions, or one and offsets; got {given.dim()} dimensions "
+                f"ids of {who} have two dimensions, or one and offsets; got {len(shape)} dimensions "
                 f"{'without' if offsets is None else 'and'} offsets"
             )
-        if weights is not None and weights.shape != given.shape:
+        if weights is None:
+            return flat, starts, None
+        factors = _as_numbers(f"per_sample_weights of {who}", weights)
+        if factors.shape != shape:
             raise ConfigurationError(
-                f"per_sample_weights of {who} have the shape of ids, {list(given.shape)}, got {list(weights.shape)}"
+                f"per_sample_weights of {who} have the shape of ids, {list(shape)}, got {list(factors.shape)}"
             )
-        return given.reshape(-1), offsets.long(), None if weights is None else weights.reshape(-1)
+        return flat, starts, factors.reshape(-1)
+
+    def _read_offsets(self, offsets: Any, num_ids: int) -> Tensor:
+        given = _as_numbers(f"offsets of bags of {self.weight._name()}", offsets)
+        is_valid = given.dim() == 1 and given.dtype not in _NO_OFFSETS and not given.dtype.is_floating_point
+        starts = given.detach().to("cpu", torch.int64) if is_valid else torch.empty(0, dtype=torch.int64)
+        ends = starts if self.include_last_offset else torch.cat([starts, starts.new_tensor([num_ids])])
+        is_valid = is_valid and bool(len(ends)) and not int(ends[0]) and int(ends[-1]) == num_ids
+        if not is_valid or bool((ends[1:] < ends[:-1]).any()):
+            last = (
+                f"the last one {num_ids}, the number of ids" if self.include_last_offset else "none above it"
+            )
+            raise ConfigurationError(
+                f"offsets of bags of {self.weight._name()} are integers, ascending, the first one 0 and {last}; got "
+                f"{offsets} for {num_ids} ids"
+            )
+        return ends[:-1]
+
+
+def _as_numbers(what: str, given: Any) -> Tensor:
+    try:
+        return given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"{what} are a tensor or a list of numbers: {error}") from None
 
 
 @uncompiled

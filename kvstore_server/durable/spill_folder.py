@@ -147,15 +147,16 @@ class SpilledMemory:
 
     def has_blocks(self, arrays: Sequence[Tensor]) -> bool:
         """Return whether arrays, each from the beginning of its file, can be written."""
-        return all([array.nbytes <= self._allocated[self._names[array.data_ptr()]] for array in arrays])
+        filled = [array for array in arrays if array.nbytes]  # others have no address
+        return all([array.nbytes <= self._allocated[self._names[array.data_ptr()]] for array in filled])
 
     def extend(self, arrays: Sequence[Tensor], what: str) -> None:
         """Allocate blocks for arrays, each from the beginning of its file. Raises ConfigurationError if that fails."""
         # 1. Which files need more blocks, up to where, and how many bytes that takes.
         ends = {}
         for array in arrays:
-            name = self._names[array.data_ptr()]
-            if array.nbytes > self._allocated[name]:
+            name = self._names[array.data_ptr()] if array.nbytes else ""
+            if array.nbytes and array.nbytes > self._allocated[name]:
                 ahead = min(max(array.nbytes // _AHEAD, _LEAST_AHEAD), _MOST_AHEAD)
                 end = -(-(array.nbytes + ahead) // _PAGE) * _PAGE
                 ends[name] = min(end, self._files[name].arena.nbytes)

@@ -1026,6 +1026,9 @@ class HashTable:
         self._head[_SINCE] = given.get("momentum since", 0)
         self._histories[number] = history or new_history()
         self._keep_entries()
+        # 4. It may come from a table that was allowed more rows.
+        if self.options.max_rows:
+            self._evict_from(np.array([number]))
 
     def _check_arrays(
         self, arrays: Mapping[str, Tensor], given: Mapping[str, StateValue], count: int

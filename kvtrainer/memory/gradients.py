@@ -361,13 +361,24 @@ class _BeforeGradientAccumulation:
                 tracker.overwritten.add(i)
         if getattr(parameter, "grad_req", None) == "write":
             parameter.grad = None
-        # 3. Place a first gradient in other memory, if there is an allocator for it.
+        # 3. Add what torch cannot add on the CPU, float16 rows: they are summed when the gradient is gathered.
+        former = parameter.grad
+        if former is not None and former.dtype is torch.float16 and former.is_sparse and former.is_cpu:
+            parameter.grad = None
+            return (_joined_rows(former, grads[0]),)
+        # 4. Place a first gradient in other memory, if there is an allocator for it.
         allocator = tracker.grad_allocators.get(i)
-        if allocator is None or parameter.grad is not None:
+        if allocator is None or former is not None:
             return None
         # The copy has no other reference, so torch adopts it as `.grad`.
         shared_grads = allocator(grads[0])
         return None if shared_grads is None else (shared_grads,)
+
+
+def _joined_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Return a sparse tensor with the rows of both, whose sum is that of both."""
+    indices, values = torch.cat([a._indices(), b._indices()], 1), torch.cat([a._values(), b._values()])
+    return torch.sparse_coo_tensor(indices, values, a.shape, check_invariants=False, device=values.device)
 
 
 @uncompiled

@@ -29,7 +29,13 @@ from kvstore_server.shard.id_index import MAX_SLOTS, IdIndex, Ints, ids_of_rows,
 from kvtrainer.common.tensors import flatten_id_tensor, tensor_dtype_name
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
-from kvtrainer.memory.row_sparse import RowSparseOwner, RowSparseParameter, Source
+from kvtrainer.memory.row_sparse import (
+    RowSparseOwner,
+    RowSparseParameter,
+    Source,
+    sparse_gradient,
+    sums_of_rows,
+)
 from kvtrainer.states.pretrained_rows import read_rows
 from kvtrainer.states.row_file import RowTable
 from kvtrainer.states.safetensors_file import Path
@@ -304,19 +310,13 @@ class HashTableParameter(RowSparseParameter):
             table = RowTable(self._label, int(self.shape[1]), self.dtype, self.options, padding_idx)
         owner.load_rows(self, lambda: read_rows(source, weights, table))
 
-    def sparse_gradient(self, rows: Tensor, values: Tensor) -> Tensor:
+    def gradient_of_rows(self, rows: Tensor, values: Tensor) -> Tensor:
         """Return a gradient of rows (distinct row numbers), which get handles."""
+        self.check_alone(values)
         handles = torch.from_numpy(self.handles.of(rows.numpy()))
         with torch._C.DisableTorchFunctionSubclass():
             shape = tuple(self.shape)
-        return torch.sparse_coo_tensor(
-            handles.to(values.device)[None],
-            values,
-            shape,
-            is_coalesced=bool((handles[1:] > handles[:-1]).all()),
-            check_invariants=False,
-            device=values.device,
-        )
+        return sparse_gradient(handles, values, shape, bool((handles[1:] > handles[:-1]).all()))
 
 
 class RowLookup(NamedTuple):
@@ -363,8 +363,7 @@ class _HashTableRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Return a sparse gradient with distinct handles. Half precision is summed in float32 and rounded once."""
-        values = ctx.ids.sums(grad.float() if grad.dtype.itemsize < 4 else grad).to(grad.dtype)
-        return ctx.table.sparse_gradient(ctx.ids.ids, values), None, None
+        return ctx.table.gradient_of_rows(ctx.ids.ids, sums_of_rows(ctx.ids, grad)), None, None
 
 
 class _Bags(NamedTuple):
@@ -412,7 +411,7 @@ class _PooledRows(torch.autograd.Function):
         of_weights = None
         if weights is not None and ctx.needs_input_grad[4]:
             of_weights = (rows.index_select(0, ids.places().to(device)) * grad.index_select(0, bags)).sum(1)
-        return ctx.table.sparse_gradient(ids.ids, values), None, None, None, of_weights
+        return ctx.table.gradient_of_rows(ids.ids, values), None, None, None, of_weights
 
 
 def _sum_of_bags(rows: Tensor, places: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:

@@ -118,6 +118,8 @@ class RowSparseParameter(Parameter):
     _owner: weakref.ref[RowSparseOwner] | None
     _label: str
     _is_placed: bool
+    _backward_pass: int
+    """That of the last float16 gradient."""
 
     def __new__(
         cls,
@@ -143,7 +145,7 @@ class RowSparseParameter(Parameter):
         self._init = _checked_row_sparse_init(init, sizes)
         with _filling:
             self._seed = int(torch.randint(1 << 62, (), device="cpu")) if callable(init) else 0
-        self._owner, self._label, self._is_placed = None, "", False
+        self._owner, self._label, self._is_placed, self._backward_pass = None, "", False, -1
         return self
 
     def row_sparse_data(self, row_ids: Any) -> Tensor:
@@ -189,6 +191,17 @@ class RowSparseParameter(Parameter):
                 "first, and keep it"
             )
         return owner
+
+    def check_alone(self, values: Tensor) -> None:
+        """Raise RowSparseError if autograd would have to add this gradient to another one and torch cannot."""
+        if values.dtype is not torch.float16 or not values.is_cpu:
+            return
+        former, self._backward_pass = self._backward_pass, torch._C._current_graph_task_id()
+        if former == self._backward_pass:
+            raise RowSparseError(
+                f"{self._name()} was looked up twice in the graph of one backward pass, and torch cannot add two "
+                "float16 gradients of rows on the CPU; use bfloat16 or float32, or look all ids up together"
+            )
 
     def _read_ids(self, row_ids: Any) -> Tensor:
         """Return the rows of these ids as stores know them: distinct, ascending, int64, on the CPU."""
@@ -471,7 +484,7 @@ class _RowSparseGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: SortedRowIds | Tensor) -> Tensor:
-        ctx.shape = tuple(parameter.shape)
+        ctx.parameter, ctx.shape = parameter, tuple(parameter.shape)
         # A clone, because the loop may overwrite its ids before the backward pass.
         ctx.ids = ids.clone() if isinstance(ids, Tensor) else ids
         return _select_row_sparse_rows(rows, ids)
@@ -483,16 +496,28 @@ class _RowSparseGather(torch.autograd.Function):
         flat, ordered = grad.reshape(len(grad), *ctx.shape[1:]), ctx.ids
         if isinstance(ordered, Tensor):
             ordered = sort_row_ids(ordered.numpy(), ctx.shape[0])
-        values = ordered.sums(flat.float() if flat.dtype.itemsize < 4 else flat)
-        sparse = torch.sparse_coo_tensor(
-            ordered.ids.to(flat.device)[None],
-            values.to(grad.dtype),
-            ctx.shape,
-            is_coalesced=True,
-            check_invariants=False,
-            device=values.device,
-        )
-        return sparse, None, None
+        values = sums_of_rows(ordered, flat)
+        ctx.parameter.check_alone(values)
+        return sparse_gradient(ordered.ids, values, ctx.shape, is_coalesced=True), None, None
+
+
+def sums_of_rows(ids: SortedRowIds, grad: Tensor) -> Tensor:
+    """Sum gradients of rows with equal ids, in the order given; half precision in float32, rounded once.
+
+    The result is new memory, because a loop may change it, and autograd may give `grad` to others, too.
+    """
+    sums = ids.sums(grad.float() if grad.dtype.itemsize < 4 else grad).to(grad.dtype)
+    is_given = sums.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+    return sums.clone() if is_given else sums
+
+
+def sparse_gradient(ids: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool) -> Tensor:
+    """Return a row-sparse gradient, to which autograd can add others."""
+    # Torch resizes one without rows in place, which memory of NumPy does not allow.
+    ids = ids.to(values.device) if ids.numel() else torch.empty(0, dtype=torch.int64, device=values.device)
+    return torch.sparse_coo_tensor(
+        ids[None], values, shape, is_coalesced=is_coalesced, check_invariants=False, device=values.device
+    )
 
 
 def _checked_row_sparse_init(init: Any, shape: tuple[int, ...]) -> Init:

@@ -1209,6 +1209,10 @@ class Trainer(torch.optim.Optimizer):
 
         For errors see `RowSparseParameter.row_sparse_data`.
         """
+        if torch.is_inference_mode_enabled():
+            # What is made now, such as the store, is changed by later steps.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.row_sparse_pull(wanted)
         keys = [self._key_of(parameter) for parameter, _ in wanted]
         given, binding = self._pipeline.memory.tables.given, self._pipeline.binding
         stored = [(key, ids) for key, (_, ids) in zip(keys, wanted, strict=True) if key not in given]
@@ -1224,6 +1228,9 @@ class Trainer(torch.optim.Optimizer):
         Args:
             ids: int64, existing rows, in any order; the result has a row for each.
         """
+        if torch.is_inference_mode_enabled():  # as in row_sparse_pull
+            with torch.inference_mode(False), torch.no_grad():
+                return self.row_sparse_read(parameter, ids)
         key, pipeline = self._key_of(parameter), self._pipeline
         if key in pipeline.memory.tables.given:
             return None

@@ -188,6 +188,48 @@ def test_the_padding_row_is_zero_and_stays_so() -> None:
         assert (table.stats()["rows"], table.stats()["hottest"]) == (1, {1: 1})
 
 
+@pytest.mark.parametrize(
+    ("padding", "ids"),
+    [
+        (-1, torch.tensor([255, 0], dtype=torch.uint8)),
+        (-1, torch.tensor([2**16 - 1, 2**16 - 2], dtype=torch.uint16)),
+        (2**32, torch.tensor([0, 1], dtype=torch.int32)),
+        (256, torch.tensor([0, 1], dtype=torch.uint8)),
+    ],
+)
+@pytest.mark.parametrize("kind", [kvtrainer.Embedding, kvtrainer.EmbeddingBag])
+def test_an_id_of_few_bits_is_not_taken_for_the_padding(kind: Any, padding: int, ids: Tensor) -> None:
+    table = kind(1, init="constant", padding_idx=padding)
+    with trained(table):
+        args = (ids, torch.arange(2)) if isinstance(table, kvtrainer.EmbeddingBag) else (ids,)
+        assert table(*args).flatten().tolist() == [1.0, 1.0]
+
+
+def test_unsigned_ids_of_bags_are_those_with_the_same_bits() -> None:
+    bags = kvtrainer.EmbeddingBag(1, padding_idx=2**64 - 1, mode="sum")
+    with trained(bags):
+        assert bags([[2**64 - 1, 3]]).tolist() == initial(bags, [3]).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+def test_offsets_are_integers_of_any_size(dtype: torch.dtype) -> None:
+    bags = kvtrainer.EmbeddingBag(1, init="constant", mode="sum")
+    with trained(bags):
+        ids = torch.arange(300)
+        assert bags(ids, torch.tensor([0, 100], dtype=dtype)).flatten().tolist() == [100.0, 200.0]
+        assert bags(ids, [0, 100], [1.0] * 300).flatten().tolist() == [100.0, 200.0]
+
+
+def test_the_last_offset_is_the_number_of_ids() -> None:
+    bags = kvtrainer.EmbeddingBag(1, init="constant", mode="sum", include_last_offset=True)
+    with trained(bags):
+        assert bags(torch.arange(6), torch.tensor([0, 2, 6])).flatten().tolist() == [2.0, 4.0]
+        assert bags(torch.arange(0), torch.tensor([0])).shape == (0, 1)
+        for offsets in ([0, 2, 4], [0, 2, 9], [0], []):
+            with pytest.raises(ConfigurationError, match="'t'"):
+                bags(torch.arange(6), torch.tensor(offsets, dtype=torch.int64))
+
+
 def test_gradients_of_many_lookups_of_a_row_in_half_precision_are_summed_in_float32() -> None:
     for table in (
         kvtrainer.Embedding(1, init="constant", scale=0.0, dtype=torch.bfloat16),
@@ -235,12 +277,21 @@ def test_an_id_that_is_no_integer_is_refused(ids: Any) -> None:
         ([1, 2], [0.0], None),
         ([1, 2], [0], [1.0]),
         ([[1, 2]], None, [1.0, 2.0]),
+        ([1, 2], [], None),
+        ([1, 2], [False, True], None),
+        ([1, 2], "ab", None),
+        ([1, 2], torch.tensor([0, 100], dtype=torch.uint8), None),
+        ([1, 2, 3], torch.tensor([0, 2, 1], dtype=torch.uint8), None),
+        ([1, 2], [0], ["a", "b"]),
+        ([[1, 2], [3]], None, None),
+        (None, None, None),
+        ("abc", [0], None),
     ],
 )
 def test_bags_that_do_not_fit_are_refused(ids: Any, offsets: Any, weights: Any) -> None:
     table = kvtrainer.EmbeddingBag(3)
-    with trained(table), pytest.raises(ConfigurationError, match="'t'"):
-        table(*[None if one is None else torch.tensor(one) for one in (ids, offsets, weights)])
+    with trained(table), pytest.raises(ConfigurationError, match="t"):
+        table(ids, offsets, weights)
 
 
 @pytest.mark.parametrize(

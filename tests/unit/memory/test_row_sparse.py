@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import kvtrainer
+import kvtrainer.amp
 from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.errors import (
     ArgumentTypeError,
@@ -67,6 +69,65 @@ def test_half_precision_gradients_are_summed_in_float32() -> None:
     (rows * torch.tensor([[2048.0]] + [[1.0]] * 8, dtype=torch.float16)).sum().backward()
     assert table.grad is not None
     assert table.grad._values().item() == 2056
+
+
+def tables(dtype: torch.dtype = torch.float32) -> list[tuple[Any, Any]]:
+    """Tables of zeros, with and without a number of rows, and what looks rows up."""
+    fixed = RowSparseParameter((100, 2), dtype=dtype)
+    unbounded = kvtrainer.Embedding(2, init="constant", scale=0.0, dtype=dtype)
+    bag = kvtrainer.EmbeddingBag(2, init="constant", scale=0.0, mode="sum", padding_idx=0, dtype=dtype)
+    return [
+        (fixed, fixed.row_sparse_data),
+        (unbounded.weight, unbounded),
+        (bag.weight, lambda ids: bag(ids, torch.arange(len(ids)))),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", list(itertools.product(range(3), repeat=2)), ids=str)
+def test_gradients_of_few_rows_and_none_add_up(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    for table, look_up in tables(dtype):
+        trainer = Trainer([table], "sgd", SGD, kvstore="local")
+        for size in sizes:
+            look_up(torch.arange(5, 5 + size)).sum().backward()
+        trainer.step(1, ignore_stale_grad=True)
+        with torch.no_grad():
+            found = look_up(torch.tensor([5, 6]))[:, 0].tolist()
+        assert found == [-float(sum(size > at for size in sizes)) for at in range(2)]
+
+
+def test_a_float16_table_that_is_looked_up_twice_for_one_backward_pass_is_refused_by_name() -> None:
+    for table, look_up in tables(torch.float16):
+        _trainer = Trainer({"t": table}, "sgd", SGD, kvstore="local")
+        total = look_up(torch.tensor([5, 6])).sum() + look_up(torch.tensor([6, 7])).sum()
+        with pytest.raises(RowSparseError, match="'t' was looked up twice"):
+            total.backward()
+
+
+@pytest.mark.parametrize("ids", [[5], [5, 6]])
+def test_gradients_of_tables_share_no_memory(ids: list[int]) -> None:
+    for (a, of_a), (b, of_b), (c, of_c) in [tables()]:
+        trainer = Trainer([a, b, c], "sgd", SGD, kvstore="local")
+        scaler = kvtrainer.amp.GradScaler("cpu", init_scale=1024.0)
+        given = torch.tensor(ids)
+        scaler.scale(3.0 * (of_a(given) + of_b(given) + of_c(given)).sum()).backward()
+        scaler.unscale_(trainer)
+        scaler.step(trainer)
+        for look_up in (of_a, of_b, of_c):
+            assert look_up(given).flatten().tolist() == [-3.0] * (2 * len(ids))
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_table_that_is_first_read_in_inference_mode_can_be_trained(at: int) -> None:
+    table, look_up = tables()[at]
+    dense = nn.Linear(2, 1)
+    trainer = Trainer({"t": table, **dict(dense.named_parameters())}, "adagrad", SGD, kvstore="local")
+    with torch.inference_mode():
+        assert look_up(torch.tensor([1, 2])).tolist() == [[0.0, 0.0]] * 2
+    for _ in range(2):
+        dense(look_up(torch.tensor([1, 2, 3]))).sum().backward()
+        trainer.step(1)
+    assert bool((look_up(torch.tensor([1, 2, 3])) != 0).all())
 
 
 @pytest.mark.filterwarnings("ignore::kvtrainer.errors.SparseGradientWarning")

@@ -467,6 +467,19 @@ def test_a_table_keeps_about_as_many_rows_as_it_may_have(max_rows: int) -> None:
     assert 0.85 * per_slice * HASH_SLICES <= table.stats().rows <= per_slice * HASH_SLICES
 
 
+def test_rows_that_are_put_into_a_table_count_like_those_that_are_trained() -> None:
+    made = optimizer_and_options("sgd", {"learning_rate": 1.0})
+    large = HashTable("t", 1, "float32", HashTableOptions(), room=5000)
+    small = HashTable("t", 1, "float32", HashTableOptions(max_rows=4 * HASH_SLICES), room=5000)
+    for first in range(0, 3000, 1000):
+        update(large, range(first, first + 1000), torch.ones(1000, 1), made)
+    for number in range(HASH_SLICES):
+        small.put_slice_state(number, large.step, large.slice_state(number))
+    assert 0.85 * 4 * HASH_SLICES <= small.stats().rows <= 4 * HASH_SLICES
+    # Those least recently updated have gone.
+    assert small.slots.touched[small.slots.live()].min() > 1
+
+
 @pytest.mark.parametrize(
     ("evict", "gone"),
     [

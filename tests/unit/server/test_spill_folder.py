@@ -192,6 +192,14 @@ def test_an_array_of_the_state_that_comes_with_other_options_has_blocks_first(fo
     assert len(table._arrays()) == 2
 
 
+def test_an_update_without_rows_before_there_are_any_changes_nothing(folder: SpillFolder) -> None:
+    table, made = table_in(folder), optimizer_and_options("adagrad", {"learning_rate": 0.1})
+    update(table, range(0), made)
+    assert len(table) == 0
+    update(table, range(3), made)
+    assert len(table) == 3
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_an_update_for_which_the_disk_has_no_blocks_changes_nothing(
     number: int, folder: SpillFolder, full_disk: Callable[[int], None]
