@@ -315,7 +315,11 @@ class EmbeddingBag(Embedding):
     def _read_offsets(self, offsets: Any, num_ids: int) -> Tensor:
         given = _as_numbers(f"offsets of bags of {self.weight._name()}", offsets)
         is_valid = given.dim() == 1 and given.dtype not in _NO_OFFSETS and not given.dtype.is_floating_point
-        starts = given.detach().to("cpu", torch.int64) if is_valid else torch.empty(0, dtype=torch.int64)
+        starts = (
+            given.detach().to("cpu", torch.int64)
+            if is_valid
+            else torch.zeros(0, dtype=torch.int64, device="cpu")
+        )
         ends = starts if self.include_last_offset else torch.cat([starts, starts.new_tensor([num_ids])])
         is_valid = is_valid and bool(len(ends)) and not int(ends[0]) and int(ends[-1]) == num_ids
         if not is_valid or bool((ends[1:] < ends[:-1]).any()):

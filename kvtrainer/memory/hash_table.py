@@ -312,7 +312,7 @@ class HashTableParameter(RowSparseParameter):
 
     def gradient_of_rows(self, rows: Tensor, values: Tensor) -> Tensor:
         """Return a gradient of rows (distinct row numbers), which get handles."""
-        self.check_alone(values)
+        self._check_alone(values)
         handles = torch.from_numpy(self.handles.of(rows.numpy()))
         with torch._C.DisableTorchFunctionSubclass():
             shape = tuple(self.shape)

@@ -192,7 +192,7 @@ class RowSparseParameter(Parameter):
             )
         return owner
 
-    def check_alone(self, values: Tensor) -> None:
+    def _check_alone(self, values: Tensor) -> None:
         """Raise RowSparseError if autograd would have to add this gradient to another one and torch cannot."""
         if values.dtype is not torch.float16 or not values.is_cpu:
             return
@@ -497,7 +497,7 @@ class _RowSparseGather(torch.autograd.Function):
         if isinstance(ordered, Tensor):
             ordered = sort_row_ids(ordered.numpy(), ctx.shape[0])
         values = sums_of_rows(ordered, flat)
-        ctx.parameter.check_alone(values)
+        ctx.parameter._check_alone(values)
         return sparse_gradient(ordered.ids, values, ctx.shape, is_coalesced=True), None, None
 
 

@@ -7,8 +7,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 import kvstore_server
 import kvtrainer
@@ -25,6 +27,14 @@ MAKERS = (
     "sparse_coo_tensor tensor zeros"
 )
 """The functions of torch that make tensors on the default device."""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Sequence[tuple[Path, ast.AST]]:
+    """The syntax of all modules of the packages, with their files."""
+    packages = [Path(one.__file__).parent for one in (kvtrainer, kvstore_server)]
+    paths = [path for package in packages for path in package.rglob("*.py")]
+    return [(path, node) for path in paths for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def test_public_names_and_signatures_are_those_of_the_list() -> None:
@@ -48,35 +58,39 @@ def test_the_package_is_imported_without_torch_and_numpy() -> None:
     assert not {"torch", "numpy", "zmq", "msgpack", "safetensors"} & set(json.loads(run.stdout))
 
 
-def test_no_other_import_of_ours_is_hidden_from_the_linter_of_imports() -> None:
-    found, packages = set(), [Path(one.__file__).parent for one in (kvtrainer, kvstore_server)]
-    for path in [path for package in packages for path in package.rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-                ("import_module", "__import__")
-            )
-            texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)] if is_call else []
-            ours = [text for text in texts if str(text).startswith(("kvtrainer", "kvstore_server"))]
-            found.update((str(path.relative_to(packages[0].parent)), text) for text in ours)
+def test_no_other_import_of_ours_is_hidden_from_the_linter_of_imports(
+    nodes: Sequence[tuple[Path, ast.AST]],
+) -> None:
+    found = set()
+    for path, node in nodes:
+        is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        )
+        texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)] if is_call else []
+        ours = [text for text in texts if str(text).startswith(("kvtrainer", "kvstore_server"))]
+        found.update((str(path.relative_to(ROOT)), text) for text in ours)
     assert found == BY_NAME
 
 
-def test_no_module_imports_a_private_name_of_another() -> None:
-    found, packages = [], [Path(one.__file__).parent for one in (kvtrainer, kvstore_server)]
-    for path in [path for package in packages for path in package.rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_ours = isinstance(node, ast.ImportFrom) and str(node.module).startswith(
-                ("kvtrainer", "kvstore_server")
-            )
-            names = [one.name for one in node.names] if is_ours else []
-            found += [(path.name, name) for name in names if name.startswith("_") and name != "__version__"]
+def test_no_module_imports_a_private_name_of_another(
+    nodes: Sequence[tuple[Path, ast.AST]],
+) -> None:
+    found = []
+    for path, node in nodes:
+        is_ours = isinstance(node, ast.ImportFrom) and str(node.module).startswith(
+            ("kvtrainer", "kvstore_server")
+        )
+        names = [one.name for one in node.names] if is_ours else []
+        found += [(path.name, name) for name in names if name.startswith("_") and name != "__version__"]
     assert found == []
 
 
-def test_a_tensor_that_is_made_from_nothing_names_its_device() -> None:
+def test_a_tensor_that_is_made_from_nothing_names_its_device(
+    nodes: Sequence[tuple[Path, ast.AST]],
+) -> None:
     """Otherwise it goes wherever the user's `torch.set_default_device` says."""
     unnamed = []
-    for path, node in _nodes():
+    for path, node in nodes:
         match node:
             case ast.Call(ast.Attribute(ast.Name("torch"), name), _, options) if name in MAKERS.split():
                 if not {"device", None} & {one.arg for one in options}:
@@ -84,10 +98,12 @@ def test_a_tensor_that_is_made_from_nothing_names_its_device() -> None:
     assert unnamed == []
 
 
-def test_every_argument_that_a_docstring_explains_exists() -> None:
-    classes = {node.name: node for _, node in _nodes() if isinstance(node, ast.ClassDef)}
+def test_every_argument_that_a_docstring_explains_exists(
+    nodes: Sequence[tuple[Path, ast.AST]],
+) -> None:
+    classes = {node.name: node for _, node in nodes if isinstance(node, ast.ClassDef)}
     unknown, count = [], 0
-    for path, node in _nodes():
+    for path, node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             explained, known = _explained(ast.get_docstring(node) or ""), _parameters(node, classes)
             count += len(explained)
@@ -122,11 +138,3 @@ def _parameters(node: ast.AST, classes: Mapping[str, ast.ClassDef]) -> set[str]:
             ours = [classes[one.id] for one in bases if isinstance(one, ast.Name) and one.id in classes]
             return named.union(*[_parameters(one, classes) for one in (*makers, *ours)])
     return set()
-
-
-def _nodes() -> Iterator[tuple[Path, ast.AST]]:
-    """The syntax of all modules of the packages, with their files."""
-    for package in (kvtrainer, kvstore_server):
-        for path in Path(package.__file__).parent.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                yield path, node

@@ -17,6 +17,7 @@ MAY_PICKLE = {Path("kvtrainer/jobs/cluster.py")}
 """Functions travel from a program to its own children, through memory that no other process can open."""
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {"recv_pyobj", "send_pyobj", "unsafe_load", "full_load"}
+WATCHED = {*BUILTINS, *METHODS, "load"}
 
 
 def dangers(path: Path, tree: ast.AST) -> Iterator[str]:
@@ -32,6 +33,9 @@ def dangers(path: Path, tree: ast.AST) -> Iterator[str]:
                 yield f"imports {name}"
         if not isinstance(node, ast.Call):
             continue
+        last = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if last not in WATCHED and not {"allow_pickle", "shell"} & {one.arg for one in node.keywords}:
+            continue
         called = ast.unparse(node.func)
         given = {one.arg: ast.unparse(one.value) for one in node.keywords}
         if called in BUILTINS or called.rpartition(".")[2] in METHODS:
@@ -46,9 +50,9 @@ def dangers(path: Path, tree: ast.AST) -> Iterator[str]:
             yield f"calls {called} with a shell"
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_a_file_executes_nothing_from_outside(path: Path) -> None:
-    assert list(dangers(path, ast.parse((ROOT / path).read_text()))) == []
+def test_no_file_executes_anything_from_outside() -> None:
+    found = {path: list(dangers(path, ast.parse((ROOT / path).read_text()))) for path in FILES}
+    assert {path: some for path, some in found.items() if some} == {}
 
 
 @pytest.mark.parametrize(
