@@ -25,6 +25,7 @@ import torch.optim
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from kvtrainer.common.tensors import separate_sparse_gradients
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
 from kvtrainer.options.loss_scaler import LossScaler, refuse_second_loss_scaler, scaler_of, unscale
@@ -124,6 +125,7 @@ class GradScaler(torch.amp.GradScaler):
                     f"gradients in float16 cannot be unscaled where they are without loss: {', '.join(sorted(half))}; "
                     "build the Trainer with amp='dynamic'"
                 )
+            separate_sparse_gradients(p for _, p in optimizer._named_fresh())  # type: ignore[attr-defined]
             if self._scale is None and not _fresh_parameters_to_unscale(optimizer):
                 # A worker that has had no data takes part in the vote all the same.
                 self._lazy_init_scale_growth_tracker(torch.device(self._device))

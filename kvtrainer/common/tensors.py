@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,20 @@ def tensor_dtype_name(dtype: torch.dtype) -> str:
 
 def is_sparse_tensor(value: Tensor) -> bool:
     return value.layout is not torch.strided
+
+
+def separate_sparse_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give each sparse gradient its own values, so that it can be changed in place.
+
+    The gradients of two `torch.nn.Embedding(sparse=True)` whose results were added share them.
+    """
+    known = set()
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            place = parameter.grad._values().data_ptr()
+            if place in known:
+                parameter.grad = parameter.grad.clone()
+            known.add(place)
 
 
 def read_id_tensor(key: str, row_ids: Any, num_rows: int) -> Tensor:

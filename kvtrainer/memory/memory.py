@@ -29,7 +29,7 @@ from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.protocol.rows import RowSet
 from kvtrainer.client.replica_sums import ReplicaCompressor, sum_replica_rows
-from kvtrainer.common.tensors import tensor_dtype_name
+from kvtrainer.common.tensors import separate_sparse_gradients, tensor_dtype_name
 from kvtrainer.errors import (
     ROW_MAJOR,
     ConfigurationError,
@@ -135,6 +135,7 @@ class DeviceMemory:
         """Multiply the gradients that a step has used, in place."""
         used = [p for p, is_in in zip(self.parameters, present, strict=True) if is_in and p.grad is not None]
         self.tracker.forget()  # some gradients may be replaced
+        separate_sparse_gradients(used)
         for parameter in [p for p in used if p.grad.is_inference()]:  # type: ignore[union-attr]
             parameter.grad = None
         grads = {id(p.grad): p.grad for p in used if p.grad is not None}  # parameters may share one

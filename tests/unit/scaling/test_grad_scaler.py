@@ -417,3 +417,29 @@ def test_every_replica_shows_its_own_gradient(store: str | None) -> None:
         scaled.backward()
     trainer.step(1)
     assert [x.grad.tolist() for x in (p, q) if x.grad is not None] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("way", ["scaler", "amp.unscale", "amp option"])
+def test_gradients_that_share_memory_are_unscaled_once(way: str) -> None:
+    users, items = (nn.Embedding(10, 2, sparse=True) for _ in range(2))
+    before, ids = users.weight.detach().clone(), torch.tensor([5, 6])
+    options = {} if way == "scaler" else {"amp": {"loss_scale": 8.0}}
+    trainer = Trainer(
+        {"users": users.weight, "items": items.weight}, "sgd", {"lr": 1.0}, kvstore=None, **options
+    )
+    loss = ((users(ids) + items(ids)) * torch.full((2,), 3.0)).sum()
+    if way == "scaler":
+        own = scaler()
+        own.scale(loss).backward()
+        own.unscale_(trainer)
+        own.step(trainer)
+    else:
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+        if way == "amp.unscale":
+            amp.unscale(trainer)
+        trainer.step(1)
+    assert (before - users.weight)[5].tolist() == pytest.approx([3.0, 3.0])
+    for table in (users, items):
+        assert table.weight.grad is not None
+        assert table.weight.grad._values().tolist() == [[3.0, 3.0]] * 2
