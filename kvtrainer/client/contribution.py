@@ -333,6 +333,7 @@ class ContributionLayout:
 class GatheredContribution:
     """The gather buffer of a layout, with a view of each small slice."""
 
+    @torch.inference_mode(False)
     def __init__(self, layout: ContributionLayout) -> None:
         self.raw = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
         self.views = [

@@ -109,6 +109,7 @@ class RowCache:
         max_age: Rows that were read at most this many rounds ago are used without asking; 0: servers are always asked.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, capacity: int, max_age: int, width: int, dtype: torch.dtype) -> None:
         self.capacity, self.max_age = capacity, max_age
         self._values = torch.empty(capacity, width, dtype=dtype, device="cpu")

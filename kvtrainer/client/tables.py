@@ -41,6 +41,7 @@ class Residuals(Generic[Place]):
         self._codec = codec
         self._spare: dict[Place, Tensor] = {}
 
+    @torch.inference_mode(False)
     def pair(self, place: Place, numel: int, dtype: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return a gradient's residual, zeros at first, and memory for the next; None if the codec loses nothing."""
         kind = self._codec.residual_dtype(dtype)
@@ -245,6 +246,7 @@ class RemoteTable:
         where = f"next round {self.round}, {state}, numbers {self.numbers}"
         return f"<{type(self).__name__} {self.name!r}, {where}{broken}>"
 
+    @torch.inference_mode(False)
     def new_arenas(self) -> dict[str, Tensor]:
         """Allocate zeros for all values that are not row-sparse, laid out by the plan."""
         sizes = self.plan.resident_sizes

@@ -332,3 +332,23 @@ def test_a_store_that_was_interrupted_as_a_request_ended_is_not_called_by_that_r
         lines_of(lambda: store.push("w", full(2)), ends[-1])
     assert pulled(store, "w").equal(full(2))
     assert kept.tb is not None
+
+
+@pytest.mark.parametrize("verb", ["init", "push", "pushpull"])
+def test_a_key_that_was_used_in_inference_mode_can_be_updated_outside(verb: str) -> None:
+    store = LocalKVStore()
+    if verb != "init":
+        store.init("a", torch.zeros(3))
+    store.set_optimizer(optimizer.create("sgd", learning_rate=1.0, momentum=0.5))
+    with torch.inference_mode():
+        out = torch.zeros(3)
+        if verb == "init":
+            store.init("a", torch.zeros(3))
+        else:
+            getattr(store, verb)("a", torch.ones(3), **({"out": out} if verb == "pushpull" else {}))
+        store.pull("a", out=out)
+    for _ in range(2):
+        store.push("a", torch.ones(3))
+    out = torch.zeros(3)
+    store.pull("a", out=out)
+    assert out.tolist() == [-2.5 if verb == "init" else -4.25] * 3
