@@ -147,16 +147,15 @@ class SpilledMemory:
 
     def has_blocks(self, arrays: Sequence[Tensor]) -> bool:
         """Return whether arrays, each from the beginning of its file, can be written."""
-        filled = [array for array in arrays if array.nbytes]  # others have no address
-        return all([array.nbytes <= self._allocated[self._names[array.data_ptr()]] for array in filled])
+        return all([array.nbytes <= self._allocated[self._name(array)] for array in arrays if array.nbytes])
 
     def extend(self, arrays: Sequence[Tensor], what: str) -> None:
         """Allocate blocks for arrays, each from the beginning of its file. Raises ConfigurationError if that fails."""
         # 1. Which files need more blocks, up to where, and how many bytes that takes.
         ends = {}
-        for array in arrays:
-            name = self._names[array.data_ptr()] if array.nbytes else ""
-            if array.nbytes and array.nbytes > self._allocated[name]:
+        for array in [one for one in arrays if one.nbytes]:
+            name = self._name(array)
+            if array.nbytes > self._allocated[name]:
                 ahead = min(max(array.nbytes // _AHEAD, _LEAST_AHEAD), _MOST_AHEAD)
                 end = -(-(array.nbytes + ahead) // _PAGE) * _PAGE
                 ends[name] = min(end, self._files[name].arena.nbytes)
@@ -184,6 +183,10 @@ class SpilledMemory:
                 f"{error.strerror}; free disk space there, use more servers, or let rows expire (expire_after) or be "
                 "evicted (max_rows)"
             ) from None
+
+    def _name(self, array: Tensor) -> str:
+        """Return the name of an array's file. Without elements an array has no address."""
+        return self._names[array.data_ptr()]
 
     def _make_file(self, nbytes: int) -> SpillFile:
         try:

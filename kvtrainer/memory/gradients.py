@@ -363,7 +363,8 @@ class _BeforeGradientAccumulation:
             parameter.grad = None
         # 3. Add what torch cannot add on the CPU, float16 rows: they are summed when the gradient is gathered.
         former = parameter.grad
-        if former is not None and former.dtype is torch.float16 and former.is_sparse and former.is_cpu:
+        is_half = former is not None and former.dtype is torch.float16 and former.is_cpu
+        if former is not None and is_half and former.is_sparse and grads[0].is_sparse:
             parameter.grad = None
             return (_joined_rows(former, grads[0]),)
         # 4. Place a first gradient in other memory, if there is an allocator for it.
