@@ -96,6 +96,7 @@ def build_keygen_parser() -> argparse.ArgumentParser:
         metavar="YYYY-MM-DD",
         help="the first day, in UTC, on which the keys that are made now are not known any more",
     )
+    # Not for clients: the key of the server itself.
     parser.add_argument(
         "--rotate",
         action="store_true",

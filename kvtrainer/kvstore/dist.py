@@ -1,4 +1,12 @@
-"""The store on parameter servers. This process is one worker of a job."""
+"""The store on parameter servers. This process is one worker of a job.
+
+`DistKVStore` finds its rank and the servers (arguments, or the environment that a launcher has set), connects at once,
+and leaves the verbs to `KVStoreVerbs`, which speaks to servers through a `Client`. A Trainer that is given such a store
+opens a client of its own (`open_client`), in another namespace.
+
+Invariant: the n-th store that each worker of a job creates meets the n-th of the others, in one namespace, so all
+workers create their stores in the same order.
+"""
 
 from __future__ import annotations
 

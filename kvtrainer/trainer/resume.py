@@ -140,6 +140,7 @@ def _check_resumable(pipeline: StepPipeline) -> bool:
             "resume() decides with which weights a worker begins, so it has to come before the first step, set_data "
             "or anything else that opens the store"
         )
+    # 1. What only this worker will have: residuals of compression, or weights and state.
     selection = binding.selection
     store = selection.kvstore
     keeps_back = selection.codec is not None and binding.is_lossy(pipeline.memory.plan.arena_sizes)
@@ -147,6 +148,7 @@ def _check_resumable(pipeline: StepPipeline) -> bool:
         isinstance(store, str) and store.lower() in (*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
     )
     updates_here = is_dist and not binding.updates_weights
+    # 2. Not both, not for optimizers of all parameters, and not without memory that outlives the process.
     if updates_here and keeps_back:
         raise ConfigurationError(
             "resume() is not possible with update_on_kvstore=False and compression that keeps back a part of each "
@@ -168,6 +170,7 @@ def _check_resumable(pipeline: StepPipeline) -> bool:
             f"local_cluster(restart=…) give it to workers of their host, and otherwise {WORKER_MEMORY} names a file of "
             "a tmpfs for each worker. Or leave that option out"
         )
+    # 3. What keeps a part of gradients elsewhere.
     if binding.replicas is not None:
         raise ConfigurationError(
             "resume() is not possible with compression of replicas, which keep back a part of each gradient; leave the "
