@@ -38,6 +38,8 @@ PRELOADED = (
     "kvtrainer.strategy",
     "kvtrainer.trainer.trainer",
 )
+EXEC = "KVTRAINER_TESTS_EXEC"
+"""Environment variable of a child: be a new interpreter, whose memory is its own."""
 LARGEST = 1 << 20
 """Bytes of a request."""
 _ABOVE_ALL = 500
@@ -147,6 +149,8 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
     os.environ.update(request["env"])
     if "LISTEN_FDS" in os.environ:
         os.environ["LISTEN_PID"] = str(os.getpid())
+    if os.environ.pop(EXEC, ""):
+        os.execve(sys.executable, [sys.executable, *request["arguments"]], os.environ)
     if os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter(os.environ["PYTHONWARNINGS"])  # type: ignore[arg-type]
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
