@@ -181,7 +181,8 @@ class Embedding(nn.Module):
 
         Every worker calls it, with the same rows; those of rank 0 are loaded. A loaded row is as new, also if it was
         there before: it has no gradients yet, initial optimizer state, and counts as trained in the last step for
-        `expire_after` and `evict`. It comes whatever `admit_after` says. Other rows stay as they are.
+        `expire_after` and `evict`. It comes whatever `admit_after` says; with `max_rows`, rows go as in training. Other
+        rows stay as they are.
 
         Args:
             source: Ids (integers of 64 bits, one dimension), with `weights`; or without them a `torch.nn.Embedding`,
