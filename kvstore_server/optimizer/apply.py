@@ -289,6 +289,12 @@ def apply_update_to_rows(
         apply_update(optimizer, weight, dense, state, hyper)
 
 
+def _only_adds(optimizer: Optimizer, hyper: Hyper) -> bool:
+    """Return whether an update is `w -= lr * grad`."""
+    is_plain = not hyper.get("momentum") and not hyper["weight_decay"] and hyper.get("clip_gradient") is None
+    return optimizer._is_sgd and optimizer.verified and is_plain
+
+
 def _sparse_tensor(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     if 1 in values.shape:
         # A dimension of size 1 may have any stride, as in an expanded gradient, for which torch's addition of sparse
@@ -358,7 +364,7 @@ def update_rows_with_state(
         rows: Distinct, in any order.
     """
     count = rows.numel()
-    if count and weight.is_cpu and not is_half(weight) and optimizer.only_adds_rows(hyper):
+    if count and weight.is_cpu and not is_half(weight) and _only_adds(optimizer, hyper):
         # The same bits as below, without gathering and scattering. As a matrix: with one number in a row torch rounds
         # the product first.
         grad = _sparse_tensor(

@@ -176,6 +176,11 @@ class Optimizer:
     that is `verified`, because pieces may be cut anywhere. Not inherited: a subclass must declare it itself.
     """
 
+    _is_sgd: ClassVar[bool] = False
+    """Whether `update` is `w -= lr * grad` without momentum, weight decay and clipping, and then leaves the state
+    alone. Only counts for a class that is `verified`.
+    """
+
     hyper: dict[str, Any]
     """The current options under torch's group keys ('lr', 'weight_decay', 'momentum', ...); may be replaced."""
     rescale_grad: float
@@ -316,10 +321,6 @@ class Optimizer:
 
         Otherwise it counts as a dense gradient with zeros elsewhere. `hyper` is as for `update`.
         """
-        return False
-
-    def only_adds_rows(self, hyper: Hyper) -> bool:
-        """Return whether `update` of some rows is `w -= lr * grad` and leaves the state alone."""
         return False
 
     def takes_sparse(self, hyper: Hyper) -> bool:

@@ -206,6 +206,7 @@ class _GluonMomentum(_Elementwise):
     """
 
     nesterov: ClassVar[bool] = False
+    _is_sgd = True
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         """Update by the fused kernel; with `momentum_correction` m is first rescaled to a rate that has changed."""
@@ -225,11 +226,6 @@ class _GluonMomentum(_Elementwise):
     def updates_rows(self, hyper: Hyper) -> bool:
         """Return whether `lazy_update` is on, or rows without gradient stay anyway (no momentum and no decay)."""
         return bool(hyper.get("lazy_update") or hyper["momentum"] == hyper["weight_decay"] == 0.0)
-
-    def only_adds_rows(self, hyper: Hyper) -> bool:
-        """Return whether there is no momentum, decay or clipping. A user's class may have another `update`."""
-        is_plain = hyper["momentum"] == hyper["weight_decay"] == 0.0 and hyper.get("clip_gradient") is None
-        return self.verified and is_plain
 
 
 def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: MomentumCorrection) -> None:

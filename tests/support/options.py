@@ -39,15 +39,16 @@ GROUP = Place("device, ranks of torch.distributed", lambda: "device")
 _INTRODUCTION = """\
 # Which option works where
 
-`tests/integration/test_option_table.py` tested every option of the Trainer with every store and every update site for
+`tests/integration/test_option_table.py` tested these options of the Trainer with every store and every update site for
 this page. "works" means: a few steps gave exactly the result that the option is for, computed by hand, and the same
 steps without the option gave a different one. Unsupported combinations are refused when the Trainer is built or
 configured, before anything has changed; no option is silently ignored. Where a cell names no site, the result is the
 same with every `update_on_kvstore` that the store accepts (see [What works with what](capabilities.md)).
 
 With `dist_async` and `dist_ssp` each contribution is clipped, checked and scaled separately, with the loss scale of its
-worker. With all other stores the sum over all workers is, and all workers make the same decision. `p3` behaves like
-`dist_sync`. `multi_precision` has an effect for float16 and bfloat16 weights, `momentum_correction` with momentum.
+worker. With all other stores the sum over all workers is clipped, checked and scaled, so all make the same decision.
+`p3` behaves like `dist_sync`. `multi_precision` has an effect for float16 and bfloat16 weights, `momentum_correction`
+with momentum.
 """
 
 
