@@ -41,15 +41,17 @@ class Residuals(Generic[Place]):
         self._codec = codec
         self._spare: dict[Place, Tensor] = {}
 
-    @torch.inference_mode(False)
     def pair(self, place: Place, numel: int, dtype: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return a gradient's residual, zeros at first, and memory for the next; None if the codec loses nothing."""
         kind = self._codec.residual_dtype(dtype)
         if kind is None:
             return None, None
         kept, spare = self.kept.get(place), self._spare.pop(place, None)
-        kept = torch.zeros(numel, dtype=kind, device="cpu") if kept is None else kept
-        return kept, torch.empty_like(kept) if spare is None else spare
+        if kept is None or spare is None:
+            with torch.inference_mode(False):  # it outlives the call
+                kept = torch.zeros(numel, dtype=kind, device="cpu") if kept is None else kept
+                spare = torch.empty_like(kept) if spare is None else spare
+        return kept, spare
 
     def accept(self, place: Place) -> None:
         if place in self.kept:

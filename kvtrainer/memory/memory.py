@@ -135,7 +135,7 @@ class DeviceMemory:
         """Multiply the gradients that a step has used, in place."""
         used = [p for p, is_in in zip(self.parameters, present, strict=True) if is_in and p.grad is not None]
         self.tracker.forget()  # some gradients may be replaced
-        separate_sparse_gradients(used)
+        separate_sparse_gradients([self.parameters[i] for i in sorted(self._sparse) if present[i]])
         for parameter in [p for p in used if p.grad.is_inference()]:  # type: ignore[union-attr]
             parameter.grad = None
         grads = {id(p.grad): p.grad for p in used if p.grad is not None}  # parameters may share one

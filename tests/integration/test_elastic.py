@@ -54,7 +54,14 @@ def plain_loop(
 class ElasticJob:
     """Workers as threads of the test, one Trainer each; a schedule says which ranks take part in which step."""
 
-    def __init__(self, places: Sequence[Process], schedule: Sequence[Sequence[int]], **options: Any) -> None:
+    def __init__(
+        self,
+        places: Sequence[Process],
+        schedule: Sequence[Sequence[int]],
+        kvstore: str = "dist_sync",
+        **options: Any,
+    ) -> None:
+        self.kvstore = kvstore
         self.addresses, self.schedule, self.options = [one.address for one in places], schedule, options
         self.name = new_name()
         self.initial = len(schedule[0])
@@ -68,7 +75,7 @@ class ElasticJob:
 
     def store(self, rank: int) -> DistKVStore:
         return DistKVStore(
-            "dist_sync", rank=rank, num_workers=self.initial, servers=self.addresses, namespace=self.name,
+            self.kvstore, rank=rank, num_workers=self.initial, servers=self.addresses, namespace=self.name,
             elastic="1..6", timeout=30.0,
         )  # fmt: skip
 
@@ -189,6 +196,14 @@ def test_the_factor_of_a_batch_size_or_a_mean_holds_between_hosts(
     for (rank, step), weights in job.weights.items():
         for key in KEYS:
             assert torch.equal(weights[key], expected[step][key]), (rank, step, key)
+
+
+def test_members_of_p3_change_as_those_of_dist_sync(on_servers: Servers) -> None:
+    job = ElasticJob(on_servers.of(2), MIXED, "p3")
+    job.run("torch:SGD", {"learning_rate": 0.1, "momentum": 0.9}, None)
+    expected = plain_loop(MIXED, sgd, None)
+    for (rank, step), weights in job.weights.items():
+        assert all([torch.equal(weights[key], expected[step][key]) for key in KEYS]), (rank, step)
 
 
 def test_counts_schedules_and_clipping_go_over_to_workers_that_join(on_servers: Servers) -> None:

@@ -290,7 +290,7 @@ def test_an_id_that_is_no_integer_is_refused(ids: Any) -> None:
 )
 def test_bags_that_do_not_fit_are_refused(ids: Any, offsets: Any, weights: Any) -> None:
     table = kvtrainer.EmbeddingBag(3)
-    with trained(table), pytest.raises(ConfigurationError, match="t"):
+    with trained(table), pytest.raises(ConfigurationError, match="'t'"):
         table(ids, offsets, weights)
 
 
