@@ -56,7 +56,7 @@ def main() -> None:
     usage.forget_peaks([os.getpid()])
     clocks = run(options.kind, plan, _gradients(plan), options.rounds)
     used = usage.measure([os.getpid()])
-    amount = 4 * sum(piece.used for piece in plan.slices) / 1e9
+    amount = 4 * sum(slice_.used for slice_ in plan.slices) / 1e9
     measured = {
         name: {
             "median": statistics.median(clock.rounds),
@@ -71,7 +71,7 @@ def main() -> None:
 
 def _gradients(plan: Plan) -> Callable[[int], Tensor]:
     """The gradients of a round: random, and others in each."""
-    length = max(piece.offset + piece.length for piece in plan.slices)
+    length = max(slice_.offset + slice_.length for slice_ in plan.slices)
     drawn = torch.randn(length + 1024 * 16, generator=torch.Generator().manual_seed(1))
     return lambda number: drawn[number % 1024 * 16 :][:length]
 
@@ -85,7 +85,7 @@ def _compress(kind: str, plan: Plan, gradients: Callable[[int], Tensor], rounds:
     codec = make_codec({"type": kind})
     compressor = Compressor(codec, plan)
     encoding, decoding = Clock(), Clock()
-    space = torch.empty(max(piece.used for piece in plan.slices))
+    space = torch.empty(max(slice_.used for slice_ in plan.slices))
     arrived, given = torch.zeros(2, len(gradients(0)))
     for number in range(rounds + WARM_UP):
         grads = gradients(number)
@@ -93,11 +93,11 @@ def _compress(kind: str, plan: Plan, gradients: Callable[[int], Tensor], rounds:
             data = compressor.encode({"float32": grads}, plan.slices, frozenset())
             compressor.accept()
         with decoding.round(number):
-            for piece in plan.slices:
-                payload, values = data[piece.index], space[: piece.used]
-                codec.check_payload(payload, "float32", piece.used)
+            for slice_ in plan.slices:
+                payload, values = data[slice_.index], space[: slice_.used]
+                codec.check_payload(payload, "float32", slice_.used)
                 codec.decode(payload, "float32", values)
-                arrived[piece.offset : piece.offset + piece.used].add_(values)
+                arrived[slice_.offset : slice_.offset + slice_.used].add_(values)
         given += grads
     for key, kept in compressor.residuals().items():
         part = slice(plan.key_offsets[key], plan.key_offsets[key] + len(kept))
@@ -112,8 +112,8 @@ def _copy(kind: str, plan: Plan, gradients: Callable[[int], Tensor], rounds: int
     for number in range(rounds + WARM_UP):
         grads = gradients(number)
         with clock.round(number):
-            for piece in plan.slices:
-                part = slice(piece.offset, piece.offset + piece.used)
+            for slice_ in plan.slices:
+                part = slice(slice_.offset, slice_.offset + slice_.used)
                 to[part].copy_(grads[part])
     return clock, clock
 

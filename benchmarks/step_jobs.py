@@ -245,8 +245,8 @@ def _as_sent(grad: torch.Tensor, compressor: Compressor, plan: Plan) -> torch.Te
     """What arrives of a gradient."""
     result = torch.zeros_like(grad)
     for index, payload in compressor.encode({"float32": grad}, plan.slices, frozenset()).items():
-        piece = plan.slices[index]
-        compressor.codec.decode(payload, "float32", result[piece.offset : piece.offset + piece.used])
+        slice_ = plan.slices[index]
+        compressor.codec.decode(payload, "float32", result[slice_.offset : slice_.offset + slice_.used])
     compressor.accept()
     return result
 

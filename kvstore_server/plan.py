@@ -1,7 +1,7 @@
 """The plan: where every element of every key is stored, a pure function of names, shapes, dtypes and topology.
 
 Keys of one dtype share one flat arena. It is cut into slices, the unit of transfer, summation, update and placement: a
-slice contains several small keys (a bucket) or one piece of a big key. `make_plan` lays the arenas out with
+slice contains several small keys (a bucket) or one part of a big key. `make_plan` lays the arenas out with
 `_PlanArena`, and `_place_slices` assigns slices to servers, largest first to the least loaded.
 
 Row-sparse keys come last in their arena, each in slices of its own, over which its rows are interleaved; workers hold
@@ -167,7 +167,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A contiguous, 64-byte aligned piece of one dtype's arena; the unit of transfer and update."""
+    """A contiguous, 64-byte aligned part of one dtype's arena; the unit of transfer and update."""
 
     index: int
     dtype: str
@@ -342,11 +342,11 @@ class RowPlaces(NamedTuple):
 class _PlanArena:
     """Fills the arena of one dtype: buckets of small keys, then big keys, then row-sparse ones."""
 
-    def __init__(self, dtype: str, piece_bytes: int, first: int) -> None:
+    def __init__(self, dtype: str, slice_bytes: int, first: int) -> None:
         self.dtype = dtype
         self._first = first
         """The number of its first slice."""
-        self.limit = piece_bytes // SIZES[dtype]
+        self.limit = slice_bytes // SIZES[dtype]
         self.slices: list[Slice] = []
         """Slices that are not assigned to servers yet."""
         self.end = 0
@@ -389,15 +389,15 @@ class _PlanArena:
         self.end += length
 
 
-def _slices_per_page(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
+def _slices_per_page(drafts: Sequence[Slice], of_key: Sequence[int], num_servers: int) -> int:
     """Return the number of adjacent slices of a key that are placed together."""
     # Mapped slices must start at the same offset in a page as on workers, so as many are kept together as fill whole
     # pages; if that would leave each server few such groups, a server's whole share is kept together.
-    nbytes = drafts[pieces[0]].length * SIZES[drafts[pieces[0]].dtype]
+    nbytes = drafts[of_key[0]].length * SIZES[drafts[of_key[0]].dtype]
     fill = PAGE // math.gcd(nbytes, PAGE)
     if nbytes < LONG or fill == 1:
         return 1
-    return fill if len(pieces) >= 4 * fill * num_servers else -(-len(pieces) // num_servers)
+    return fill if len(of_key) >= 4 * fill * num_servers else -(-len(of_key) // num_servers)
 
 
 def _place_slices(
@@ -410,13 +410,13 @@ def _place_slices(
     units: list[list[int]] = [list(range(len(slices)))] if one_server else []
     # A bucket contains whole keys, so it is placed on its own.
     keys = [slice_.segments[-1].key for slice_ in slices]
-    for key, of_key in itertools.groupby(range(len(slices)), keys.__getitem__) if not one_server else ():
-        pieces, most = list(of_key), 1
+    for key, indices in itertools.groupby(range(len(slices)), keys.__getitem__) if not one_server else ():
+        of_key, most = list(indices), 1
         if whole_keys:
-            most = len(pieces)
+            most = len(of_key)
         elif not specs[key].row_sparse:
-            most = _slices_per_page(slices, pieces, num_servers)
-        units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
+            most = _slices_per_page(slices, of_key, num_servers)
+        units += [of_key[at : at + most] for at in range(0, len(of_key), most)]
     sizes = [slice_.nbytes for slice_ in slices]
     servers = _assign_servers(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     for keys_of_slice, at in _slices_of_hash_tables(keys, specs) if not one_server else ():
@@ -603,27 +603,27 @@ def group_slices(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, .
     found: dict[int, list[Slice]] = {}
     for number, slice_ in pairs:
         found.setdefault(number, []).append(slice_)
-    return {number: tuple(pieces) for number, pieces in found.items()}
+    return {number: tuple(slices) for number, slices in found.items()}
 
 
 def _plan_row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
-    # 1. The pieces of all keys, and how many rows each has.
+    # 1. The slices of all keys, and how many rows each has.
     key, width = keys[0], max(row_numel(plan.specs[keys[0]]), 1)
-    pieces = tuple([slice_ for key in keys for slice_ in plan.slices_with(key)])
-    positions = [0] * len(pieces)
+    slices = tuple([slice_ for key in keys for slice_ in plan.slices_with(key)])
+    positions = [0] * len(slices)
     if len(keys) == 1:
-        positions = [[segment.key for segment in slice_.segments].index(key) for slice_ in pieces]
-    segments = [slice_.segments[at] for slice_, at in zip(pieces, positions, strict=True)]
+        positions = [[segment.key for segment in slice_.segments].index(key) for slice_ in slices]
+    segments = [slice_.segments[at] for slice_, at in zip(slices, positions, strict=True)]
     counts = np.array([segment.numel // width for segment in segments], np.int64)
     starts = np.append(0, np.cumsum(counts))
     servers, shifts = (
-        np.array([slice_.server for slice_ in pieces], np.int64),
-        np.zeros(len(pieces), np.int64),
+        np.array([slice_.server for slice_ in slices], np.int64),
+        np.zeros(len(slices), np.int64),
     )
     hashed = plan.specs[key].hash_table is not None
     if hashed:
         starts = np.append(_FIRST_HASHES, _LAST_HASH)
-    # 2. The block of each server: which pieces are there, and how its rows are numbered.
+    # 2. The block of each server: which slices are there, and how its rows are numbered.
     blocks, position = {}, max(positions, default=0)
     # Requests of rows have 8 bytes for each id, whatever the width.
     values = width * SIZES[plan.specs[key].dtype]
@@ -635,13 +635,13 @@ def _plan_row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
         if hashed:
             own = np.append(_FIRST_HASHES[mine], _LAST_HASH)
         shifts[mine] = starts[mine] - own[:-1]
-        order = {pieces[at].index: number for number, at in enumerate(mine.tolist())}
-        here = tuple([pieces[at] for at in mine.tolist()])
+        order = {slices[at].index: number for number, at in enumerate(mine.tolist())}
+        here = tuple([slices[at] for at in mine.tolist()])
         blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, row_nbytes, hashed)
     # 3. The bounds of keys, and their interleaving.
     bounds = list(accumulate([plan.specs[key].numel // width for key in keys[:-1]], initial=0))
     round_robins = tuple([_plan_round_robin(plan, key) for key in keys])
-    return RowPlaces(pieces, position, starts, servers, shifts, blocks, width, keys, bounds, round_robins)
+    return RowPlaces(slices, position, starts, servers, shifts, blocks, width, keys, bounds, round_robins)
 
 
 def _plan_round_robin(plan: Plan, key: int) -> RoundRobin:
@@ -673,15 +673,15 @@ def make_plan(
     numels = list(map(numel_of.__getitem__, shapes))
     total = sum(map(operator.mul, numels, map(SIZES.__getitem__, dtypes)))
     wanted = math.ceil(total / SLICES_PER_TABLE / ALIGNMENT) * ALIGNMENT
-    piece_bytes = min(max(wanted, MIN_SLICE), MAX_SLICE)
+    slice_bytes = min(max(wanted, MIN_SLICE), MAX_SLICE)
     drafts: list[Slice] = []
     arena_sizes: dict[str, int] = {}
     resident_sizes: dict[str, int] = {}
     key_offsets = [0] * len(specs)
     # 2. Fill one arena for each dtype: small keys, big keys, row-sparse keys.
     for dtype in sorted(set(dtypes)):
-        layout = _PlanArena(dtype, piece_bytes, len(drafts))
-        least_big = -(-piece_bytes // SIZES[dtype])
+        layout = _PlanArena(dtype, slice_bytes, len(drafts))
+        least_big = -(-slice_bytes // SIZES[dtype])
         own = [i for i, name in enumerate(dtypes) if name == dtype]
         resident = [i for i in own if not are_sparse[i]]
         layout.add_small([i for i in resident if numels[i] < least_big], numels, key_offsets)

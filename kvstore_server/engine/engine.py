@@ -859,7 +859,7 @@ class Engine:
             first = batch.number_list[0]  # in a batch each rank's terms are the same for all tables
             ranks = tracker.inputs.values()
             contributions = [
-                space.contribution(one.commit_infos[first], optimizer, one.runs(batch.all_slots))
+                space.contribution(one.commit_infos[first], optimizer, one.ranges(batch.all_slots))
                 for one in ranks
             ]
             update = BatchUpdate(optimizer, hypers, packed)

@@ -41,6 +41,7 @@ from kvstore_server.engine.membership import ERROR_LENGTH, ERRORS_KEPT, Membersh
 from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, size_of_copy, size_of_deltas, size_of_table
 from kvstore_server.engine.partial_slice import NO_BYTES, SlicePart
 from kvstore_server.engine.rounds import (
+    BufferRange,
     CommitInfo,
     DelayedRequest,
     DelayedRequests,
@@ -48,7 +49,6 @@ from kvstore_server.engine.rounds import (
     Ints,
     Mode,
     NamespaceRounds,
-    Piece,
     RoundTracker,
     Waiter,
 )
@@ -840,8 +840,8 @@ class Namespace:
             return None
         # Messages number keys by table, the shard numbers them over all tables.
         absent = frozenset(unit.first_key + key for key in self.absent.get((number, rank), ()))
-        runs = inputs.runs(np.arange(unit.first, unit.end))
-        contribution = self.contribution(info, optimizer, runs, absent)
+        ranges = inputs.ranges(np.arange(unit.first, unit.end))
+        contribution = self.contribution(info, optimizer, ranges, absent)
         return RankCommit(contribution, flags, int(inputs.version[number]), info.hold)
 
     def can_batch(self, tracker: RoundTracker, batch: TableBatch, optimizer: Optimizer | None) -> list[bool]:
@@ -872,10 +872,10 @@ class Namespace:
         self,
         info: CommitInfo | Intent | None,
         optimizer: Optimizer | None,
-        pieces: Iterable[Piece],
+        ranges: Iterable[BufferRange],
         absent: frozenset[int] = NO_KEYS,
     ) -> RankContribution:
-        """Build a contribution from what a rank gave to some slots (`pieces`).
+        """Build a contribution from what a rank gave to some slots (`ranges`).
 
         Args:
             info: What it said with its commit, or with its intent; without a factor (`rescale`), that of the
@@ -886,7 +886,7 @@ class Namespace:
         runs, are_plain, scale = list[Run](), True, info.rescale
         if scale is None:
             scale = 1.0 if optimizer is None else optimizer.rescale_grad
-        for first, end, source, begin, last in pieces:
+        for first, end, source, begin, last in ranges:
             if isinstance(source, Tensor):
                 source = part_of(source, begin, last)
                 # Arrived as bytes; the slot knows the dtype.

@@ -231,7 +231,7 @@ def _apply_pipelined_portions(space: Namespace, table: Table, portions: Sequence
         # 2. Whole slots in one call, which is faster than one call each.
         if len(whole):
             contributions = [
-                space.contribution(intent, state.optimizer, own.runs(whole)) for own, intent in ranks
+                space.contribution(intent, state.optimizer, own.ranges(whole)) for own, intent in ranks
             ]
             table.shard.update_some(contributions, *how)
         # 3. Parts of slots one by one: only these elements have come from all ranks.

@@ -210,7 +210,7 @@ class Slots:
         self._is_next = np.zeros(1, np.bool_)
         self.first, self.table, self.nbytes = self._first[:1], self._table[:0], self._nbytes[:0]
         self.is_next = self._is_next[:0]
-        self.runs = BoundedCache[list[tuple[int, int, int]]](self)
+        self.ranges = BoundedCache[list[tuple[int, int, int]]](self)
         """Ranges by slots and offsets; see `divide`."""
 
     def __len__(self) -> int:
@@ -245,7 +245,7 @@ class Slots:
         return list(map(tuple, rows.tolist()))
 
 
-Piece = tuple[int, int, Any, int, int]
+BufferRange = tuple[int, int, Any, int, int]
 """A contiguous range: first slot, end, source buffer, and the begin and end of its bytes there."""
 
 
@@ -321,21 +321,21 @@ class RankInputs:
             source = self._buffers[slot] = source.payload()
         return source, int(self._offsets[slot] % _BUFFER)
 
-    def runs(self, slots: Ints) -> list[Piece]:
+    def ranges(self, slots: Ints) -> list[BufferRange]:
         """List the given slots (ascending) that have arrived, as contiguous ranges."""
         here = slots[self.arrivals[slots].nonzero()]
         offsets = self._offsets[here]
         offsets = offsets - offsets[:1]  # relative, so that the cache hits in every round
-        key, found = (here.tobytes(), offsets.tobytes()), list[Piece]()
+        key, found = (here.tobytes(), offsets.tobytes()), list[BufferRange]()
         # How slots group into ranges depends on offsets only, so it is cached over rounds.
-        for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, offsets):
+        for first, end, nbytes in self._slots.ranges.get(key, self._slots.divide, here, offsets):
             source, begin = self._buffers[first], int(self._offsets[first] % _BUFFER)
             if isinstance(source, PartialSlice):
                 source = source.payload()
             found.append((first, end, source, begin, begin + nbytes))
         return found
 
-    def part(self, slot: int, arrival: int, dtype: str, begin: int, end: int) -> list[Piece]:
+    def part(self, slot: int, arrival: int, dtype: str, begin: int, end: int) -> list[BufferRange]:
         """Return elements of a possibly incomplete slot. Raises ProtocolError if they cannot be decoded singly."""
         if not arrival:
             return []

@@ -89,7 +89,7 @@ def encode_frames_and_payloads(message: m.Request | m.Reply) -> tuple[list[Frame
         frames: Sequence[Frame] = [pack_control([getattr(body, name) for name, _ in _FIELDS[type(body)]])]
     else:
         code, frames = kind.code, kind.encode(body)
-    run, session = (message.run_id, message.session) if isinstance(message, m.Request) else (0, 0)
+    run_id, session = (message.run_id, message.session) if isinstance(message, m.Request) else (0, 0)
     longest = _HEADER.size + len(frames[0])
     if longest > MAX_FRAME:
         error = ProtocolError(
@@ -99,7 +99,7 @@ def encode_frames_and_payloads(message: m.Request | m.Reply) -> tuple[list[Frame
         if isinstance(message, m.Request):
             raise error
         return encode_frames_and_payloads(m.Reply(message.number, m.Failed(*to_wire(error))))
-    head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, message.number, run)
+    head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, message.number, run_id)
     if isinstance(body, m.Failed) and body.code == VersionMismatchError.__name__:
         return [head, *frames], None  # up to version 15 the header was a frame of its own
     payloads = body.payloads if isinstance(body, m.Contribute | m.Weights) else None
@@ -107,7 +107,7 @@ def encode_frames_and_payloads(message: m.Request | m.Reply) -> tuple[list[Frame
 
 
 def decode_frames(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
-    """Decode frames to run, session, request number and body. Run and session of a reply are 0.
+    """Decode frames to run id, session, request number and body. Run id and session of a reply are 0.
 
     Raises:
         VersionMismatchError: The peer speaks another protocol version.
@@ -115,7 +115,7 @@ def decode_frames(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
     """
     head = memoryview(frames[0]) if frames else memoryview(b"")
     try:
-        magic, version, code, session, number, run = _HEADER.unpack_from(head)
+        magic, version, code, session, number, run_id = _HEADER.unpack_from(head)
     except struct.error:
         magic = b""
     if magic != _MAGIC:
@@ -132,7 +132,7 @@ def decode_frames(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
     if count != expected:
         raise ProtocolError(f"the message has {count} frames, expected {expected}")
     body = decode_control(code, packed) if kind is None else kind.decode([packed, *frames[1:]])
-    return run, session, number, body
+    return run_id, session, number, body
 
 
 def number_of_message(frame: Frame) -> int:

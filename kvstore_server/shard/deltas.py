@@ -47,8 +47,8 @@ class Deltas:
         self.codec, self._storage = codec, storage
         self.weights: dict[int, Tensor] = {}
         """Slot → the weights of workers, with padding, if its changes are sent."""
-        pieces = [slice_ for own in unit.key_slices.values() for slice_ in own if slice_.dtype in ITEM_SIZE]
-        self._pieces = {unit.slots[slice_.index]: slice_ for slice_ in pieces}
+        slices = [slice_ for own in unit.key_slices.values() for slice_ in own if slice_.dtype in ITEM_SIZE]
+        self._slices = {unit.slots[slice_.index]: slice_ for slice_ in slices}
         self._still: frozenset[int] | None = None
         """Keys (by index) that no round has updated since the last change; None if there was no round."""
         self._exact: dict[int, int] = {}
@@ -87,7 +87,7 @@ class Deltas:
         if version == self.version:
             return
         if self._is_reset:
-            own = [slot for slot in self._pieces if slot not in self._exact]
+            own = [slot for slot in self._slices if slot not in self._exact]
             self.weights = {slot: self._copy_of(slot) for slot in own}
             self._steps.clear()
             self._is_reset = False
@@ -111,7 +111,7 @@ class Deltas:
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
         """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied instead."""
         given, dtype = self._storage.padded[slot], compute_dtype(_delta_dtype_name(weights))
-        segments, keys = self._pieces[slot].segments, self._still or ()
+        segments, keys = self._slices[slot].segments, self._still or ()
         still = [slice(one.start, one.start + one.numel) for one in segments if one.key in keys]
         if len(still) == len(segments) or torch.equal(given, weights):  # stops at the first difference
             return torch.empty(0, dtype=torch.uint8, device="cpu")

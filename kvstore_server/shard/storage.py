@@ -79,7 +79,7 @@ class StoredRowChanges:
     """
 
     def __init__(self, key_slices: Mapping[int, Sequence[Slice]]) -> None:
-        self._rooms = {key: sum([slice_.used for slice_ in pieces]) for key, pieces in key_slices.items()}
+        self._rooms = {key: sum([slice_.used for slice_ in slices]) for key, slices in key_slices.items()}
         """Key → its elements, which is also the most ids that are stored."""
         self._is_wanted = False
         self._pending: dict[int, list[Rows] | None] = {}

@@ -500,8 +500,8 @@ def _copy_into_channel(pieces: Sequence[Tensor], target: Tensor) -> None:
         torch.cat([piece.view(torch.uint8) for piece in pieces], out=target)
 
 
-def connect_channel(run: int, token: int, own: bytes) -> Channel:
-    """Open a channel to the server of a run, if it is on this host. Blocks for a few seconds at most.
+def connect_channel(run_id: int, token: int, own: bytes) -> Channel:
+    """Open a channel to the server with a run id, if it is on this host. Blocks for a few seconds at most.
 
     Args:
         token: The token of the worker's session.
@@ -512,7 +512,7 @@ def connect_channel(run: int, token: int, own: bytes) -> Channel:
     """
     end = _make_channel_socket()
     try:
-        _send_channel_identity(end, run, _ATTACH, token, own)
+        _send_channel_identity(end, run_id, _ATTACH, token, own)
         answer, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
         try:
             if len(fds) != 2:
@@ -529,18 +529,18 @@ def connect_channel(run: int, token: int, own: bytes) -> Channel:
         raise
 
 
-def watch_over_channel(run: int, token: int, own: bytes) -> Process:
-    """Let the server of a run watch this process, and return the server's process; otherwise like `connect_channel`."""
+def watch_over_channel(run_id: int, token: int, own: bytes) -> Process:
+    """Let the server with a run id watch this process, and return its process; otherwise like `connect_channel`."""
     with _make_channel_socket() as end:
-        _send_channel_identity(end, run, _WATCH, token, own)
+        _send_channel_identity(end, run_id, _WATCH, token, own)
         if not end.recv(_HEAD.size):
             raise ConnectionRefusedError("the server does not know this process")
         return Process(process_at_channel_end(end))
 
 
-def _send_channel_identity(end: socket.socket, run: int, kind: int, token: int, own: bytes) -> None:
+def _send_channel_identity(end: socket.socket, run_id: int, kind: int, token: int, own: bytes) -> None:
     end.settimeout(_CONNECT_TIMEOUT)
-    end.connect(_channel_socket_name(run))
+    end.connect(_channel_socket_name(run_id))
     process_at_channel_end(end)
     end.sendmsg([_HEAD.pack(kind, 0, 0, token), own])
 
@@ -549,7 +549,7 @@ class ChannelListener:
     """The server's side of all its channels. Never blocks.
 
     Args:
-        run: Identifies the server; workers find it by this number.
+        run_id: Identifies the server; workers find it by this number.
         admits: Returns whether a routing id belongs to the session of a token.
         budget: Memory of channels is claimed from it before it is allocated, until it is unmapped.
         leases: Is told which weights are being read, and gets an allocator for weights that workers can map.
@@ -564,7 +564,7 @@ class ChannelListener:
 
     def __init__(
         self,
-        run: int,
+        run_id: int,
         admits: Callable[[bytes, int], bool],
         budget: Budget,
         leases: Leases,
@@ -584,7 +584,7 @@ class ChannelListener:
         self._end = _make_channel_socket()
         try:
             self._end.setblocking(False)
-            self._end.bind(_channel_socket_name(run))
+            self._end.bind(_channel_socket_name(run_id))
             self._end.listen(_PENDING_PEERS)
         except OSError:
             self._end.close()
@@ -774,8 +774,8 @@ def _is_channel_readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _channel_socket_name(run: int) -> bytes:
-    return b"\0kvstore-%016x" % run
+def _channel_socket_name(run_id: int) -> bytes:
+    return b"\0kvstore-%016x" % run_id
 
 
 def process_at_channel_end(end: socket.socket) -> int:

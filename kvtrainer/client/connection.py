@@ -458,10 +458,10 @@ class Connection(Transport):
         for server in restartable:
             # A connection that is made only now is one to another process than the one that has welcomed this worker.
             self._monitor(server, CLOSED | FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        for server, (run, session) in enumerate(sessions):
+        for server, (run_id, session) in enumerate(sessions):
             if self._transport != "tcp":
-                self._share_memory(server, run, session)
-            self._watch(server, run, session)
+                self._share_memory(server, run_id, session)
+            self._watch(server, run_id, session)
         if len(self._channels) < self.num_servers:
             keep_free_memory()
         self._heartbeats = _ConnectionHeartbeats(
@@ -530,21 +530,21 @@ class Connection(Transport):
         socket.connect(address)
         return socket
 
-    def reopen(self, server: int, run: int, session: int) -> bool:
+    def reopen(self, server: int, run_id: int, session: int) -> bool:
         if self._transport != "tcp":
             try:
-                self._share_memory(server, run, session)
+                self._share_memory(server, run_id, session)
             except ConfigurationError:
                 return False  # only "shm" is allowed, and it may be possible later
         former = self._processes.pop(server, None)
         if former is not None:
             former.close()
-        self._watch(server, run, session)
+        self._watch(server, run_id, session)
         return True
 
-    def _share_memory(self, server: int, run: int, session: int) -> None:
+    def _share_memory(self, server: int, run_id: int, session: int) -> None:
         try:
-            channel = connect_channel(run, session, self._own_id(server))
+            channel = connect_channel(run_id, session, self._own_id(server))
         except OSError as error:
             self._go_without_memory(server, error)
         else:
@@ -553,12 +553,12 @@ class Connection(Transport):
             self._poller.register(channel.fileno(), _IN)
             self._channel_poll.register(channel.fileno(), select.POLLIN)
 
-    def _watch(self, server: int, run: int, session: int) -> None:
+    def _watch(self, server: int, run_id: int, session: int) -> None:
         """Detect the end of a server's process from now on, and let it detect ours, if both are on one host."""
         channel = self._channels.get(server)
         with suppress(OSError):
             process = (
-                watch_over_channel(run, session, self._own_id(server))
+                watch_over_channel(run_id, session, self._own_id(server))
                 if channel is None
                 else channel.process()
             )

@@ -140,17 +140,17 @@ def valid_pushes(contribution: Contribution, sent: Mapping[int, Tensor]) -> froz
     None do if one of those that were pushed is not to be given at all: then the server discards all of them.
     """
     [table] = contribution.tables
-    pieces = [table.plan.slices[index] for index in sent]
+    slices = [table.plan.slices[index] for index in sent]
     if (
         contribution.assign
         or contribution.values is None
-        or not all(contribution.gives(0, p) for p in pieces)
+        or not all(contribution.gives(0, p) for p in slices)
     ):
         return frozenset()
     # Slices with rows, or whose keys are left out now, are encoded again.
     others = {*contribution.absent, *contribution.sources, *[key for _, key in contribution.rows]}
     found = set()
-    for slice_ in pieces:
+    for slice_ in slices:
         key, _, start, numel = slice_.segments[0]
         if not others.isdisjoint([segment.key for segment in slice_.segments]):
             continue
@@ -229,11 +229,11 @@ class ContributionLayout:
         self.takes_deltas = any([table.delta_codec is not None for table in self.tables])
         """Whether new weights come as changes; the same for all tables."""
         self.is_converted = self.takes_half or self.takes_deltas
-        self.slices = [slice_ for pieces in by_table for slice_ in pieces]
-        self.table = [at for at, pieces in enumerate(by_table) for _ in pieces]
+        self.slices = [slice_ for slices in by_table for slice_ in slices]
+        self.table = [at for at, slices in enumerate(by_table) for _ in slices]
         """The position of each slice's table."""
         self.is_resident = bytes(
-            [t.plan.is_resident(p) for t, pieces in zip(self.tables, by_table, strict=True) for p in pieces]
+            [t.plan.is_resident(p) for t, slices in zip(self.tables, by_table, strict=True) for p in slices]
         )
         self.resident = [at for at, is_resident in enumerate(self.is_resident) if is_resident]
         self.num_resident = np.bincount(
@@ -253,7 +253,7 @@ class ContributionLayout:
         # 4. Templates of messages, filled in by each round.
         starts = all_tables.slot[server, self.index].tolist()
         slots = [
-            start + at for start, pieces in zip(starts, by_table, strict=True) for at in range(len(pieces))
+            start + at for start, slices in zip(starts, by_table, strict=True) for at in range(len(slices))
         ]
         self.slots = {slot: at for at, slot in enumerate(slots)}
         self.pushes = np.zeros((len(slots), m.PUSH_WORDS), np.int64)
@@ -310,7 +310,7 @@ class ContributionLayout:
         if self._plain is None or self._plain[0] != of:
             pairs = enumerate(zip(self.table, self.slices, strict=True))
             self._plain = of, {at for at, (n, slice_) in pairs if contribution.gives(self.at[n], slice_)}
-        places = [self._place.get((index, slice_)) for index, pieces in encoded.items() for slice_ in pieces]
+        places = [self._place.get((index, slice_)) for index, slices in encoded.items() for slice_ in slices]
         return sorted(self._plain[1].union([at for at in places if at is not None]))
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:

@@ -179,8 +179,8 @@ class FaultyTransport(Transport):
         heapq.heapify(self._incoming)
         self._inner.reconnect(server)
 
-    def reopen(self, server: int, run: int, session: int) -> bool:
-        return self._inner.reopen(server, run, session)
+    def reopen(self, server: int, run_id: int, session: int) -> bool:
+        return self._inner.reopen(server, run_id, session)
 
     def last_heartbeat(self, server: int) -> float:
         return self._inner.last_heartbeat(server)

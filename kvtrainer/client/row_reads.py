@@ -443,15 +443,15 @@ class TableRowReads:
         for server, answer in zip(servers, answers, strict=True):
             assert isinstance(answer, m.Weights)
             # The server also shows slices of other keys.
-            pieces = {
+            slices = {
                 table.slot_of(slice_): slice_
                 for slice_ in table.plan.slices_with(key)
                 if slice_.server == server
             }
             for slot, _, location in answer.locations.tolist():
-                memory = session.memory_at(server, location) if slot in pieces else None
+                memory = session.memory_at(server, location) if slot in slices else None
                 if memory is not None:
-                    shown[pieces[slot].index] = memory
+                    shown[slices[slot].index] = memory
         try:
             return MappedRowReads(table.plan, key, shown)
         except OSError as error:
@@ -556,15 +556,15 @@ class MappedRowReads:
     """
 
     def __init__(self, plan: Plan, key: int, shown: Mapping[int, tuple[SharedArena, int]]) -> None:
-        spec, size, pieces = plan.specs[key], SIZES[plan.specs[key].dtype], plan.slices_with(key)
-        if mmap.PAGESIZE != PAGE or not pieces or not plan.rows(key).blocks:
+        spec, size, slices = plan.specs[key], SIZES[plan.specs[key].dtype], plan.slices_with(key)
+        if mmap.PAGESIZE != PAGE or not slices or not plan.rows(key).blocks:
             raise OSError(f"key {spec.key!r} has no rows in whole pages")
         # 1. Reserve addresses for the whole key, and map each slice to its place.
         self._room = mmap.mmap(-1, -(-spec.nbytes // PAGE) * PAGE, mmap.MAP_PRIVATE | _NO_RESERVE)
         room = np.frombuffer(self._room, np.uint8)
         spans: dict[int, tuple[SharedArena, int, int]] = {}
         """By memory, where the slices there begin and end; they are neighbours."""
-        for slice_ in pieces:
+        for slice_ in slices:
             at, nbytes = slice_.segments[0].key_start * size, slice_.nbytes
             memory, begin = shown.get(slice_.index, (None, 0))
             if memory is None or at % PAGE or begin % PAGE or begin + nbytes > memory.nbytes:

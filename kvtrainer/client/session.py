@@ -66,12 +66,12 @@ REPEAT_AFTER = 2.0
 SUSPENDED_AFTER = 1.0
 """Seconds. A wait that takes this much longer than it should means that this process was suspended."""
 _NO_SESSION = (0, 0)
-"""Stands for (run, session) of a server that has not welcomed this worker yet."""
+"""Stands for (run_id, session) of a server that has not welcomed this worker yet."""
 _WAITING = 0
 """The trace lane of waits. Requests have the lowest free lane above it."""
 
 SessionIds = Sequence[tuple[int, int]]
-"""(run, session) of each server: the ids of its process and of this worker's session, both from `Welcome`."""
+"""(run_id, session) of each server: the ids of its process and of this worker's session, both from `Welcome`."""
 MakeReport = Callable[[], bytes]
 """Returns what each `Heartbeat` carries; called by another thread."""
 Handler = Callable[[int, m.ReplyBody], None]
@@ -134,7 +134,7 @@ class Transport(ABC):
         """
         raise AssertionError("servers behind this transport are not restarted")
 
-    def reopen(self, server: int, run: int, session: int) -> bool:
+    def reopen(self, server: int, run_id: int, session: int) -> bool:
         """Share memory with a server that answers again, and watch its process, as `begin` did.
 
         Returns False if that has to be tried later.
@@ -321,7 +321,7 @@ class Session:
         """Whether some servers write snapshots."""
         self._nonce = secrets.token_bytes(SECRET_BYTES)
         self._tokens = [_NO_SESSION] * transport.num_servers
-        """(run, session) of each server: the ids of its process and of this worker's session, both from `Welcome`."""
+        """(run_id, session) of each server: the ids of its process and of this worker's session, from `Welcome`."""
         # 2. What is known of the servers.
         self._heard = [clock()] * transport.num_servers
         """When each server's last message came."""
@@ -503,8 +503,8 @@ class Session:
             self.trace.sent(server, number, body)
         if self.log is not None:
             self.log.message("sent", self._peers[server], number, body)
-        run, session = self._tokens[server]
-        self.transport.send(server, m.Request(run, session, number, body), priority)
+        run_id, session = self._tokens[server]
+        self.transport.send(server, m.Request(run_id, session, number, body), priority)
 
     @property
     def is_quiet(self) -> bool:
@@ -873,9 +873,9 @@ class Session:
         if errors and is_clean:
             reason, is_clean = describe(errors[-1]), False
         failpoint("worker.close")
-        for server, (run, session) in enumerate(self._tokens):
+        for server, (run_id, session) in enumerate(self._tokens):
             if session and server not in self._shut_down and server not in self._absences:
-                leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
+                leave = m.Request(run_id, session, self.next_number(), m.Leave(reason, is_clean))
                 with suppress(KVStoreError):  # a forked process has no session of its own
                     self.transport.send(server, leave)
                     if self.log is not None:

@@ -375,8 +375,8 @@ def _shared_gradient_ranges(
     plan: Plan, keys: Collection[int], sizes: dict[int, int]
 ) -> Iterator[_SharedGradientRange]:
     """Yield the slices of keys, neighbours on one server together, with places that are added to `sizes`."""
-    pieces = [slice_ for slice_ in plan.slices if slice_.segments[0].key in keys]
-    for (_, server), own in itertools.groupby(pieces, lambda p: (p.segments[0].key, p.server)):
+    slices = [slice_ for slice_ in plan.slices if slice_.segments[0].key in keys]
+    for (_, server), own in itertools.groupby(slices, lambda p: (p.segments[0].key, p.server)):
         run = tuple(own)
         begin = run[0].segments[0].key_start * SIZES[run[0].dtype]
         end = begin + sum(map(_shared_gradient_nbytes, run))
@@ -385,8 +385,8 @@ def _shared_gradient_ranges(
         yield _SharedGradientRange(run, begin, end, place)
 
 
-def _keys_of_shared_gradients(pieces: Collection[Slice]) -> set[int]:
-    return {segment.key for slice_ in pieces for segment in slice_.segments}
+def _keys_of_shared_gradients(slices: Collection[Slice]) -> set[int]:
+    return {segment.key for slice_ in slices for segment in slice_.segments}
 
 
 def _shared_gradient_nbytes(slice_: Slice) -> int:

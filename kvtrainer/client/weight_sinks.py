@@ -242,10 +242,10 @@ class MappedWeightSink(WeightSink):
     def unwatched(self) -> dict[str, list[tuple[int, int]]]:
         found = {}
         for dtype, flat in self._flats.items():
-            pieces = [one.slice_ for one in self._slices.values() if one.slice_.dtype == dtype]
+            slices = [one.slice_ for one in self._slices.values() if one.slice_.dtype == dtype]
             size = SIZES[dtype]
             parts = sorted(
-                (one.offset * size, min((one.offset + one.length) * size, len(flat))) for one in pieces
+                (one.offset * size, min((one.offset + one.length) * size, len(flat))) for one in slices
             )
             begins, ends = [0, *(end for _, end in parts)], [*(begin for begin, _ in parts), len(flat)]
             found[dtype] = [(a, b) for a, b in zip(begins, ends, strict=True) if a < b]

@@ -957,8 +957,8 @@ class _VerbsStateHolder:
     def __init__(self, client: Client, table: RemoteTable) -> None:
         self._client, self._table = client, table
 
-    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
-        return self._client.get_states(self._table, pieces, since)
+    def get_states(self, slices: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
+        return self._client.get_states(self._table, slices, since)
 
-    def put_state(self, piece: Slice, state: States) -> None:
-        self._client.put_state(self._table, piece, state)
+    def put_state(self, slice_: Slice, state: States) -> None:
+        self._client.put_state(self._table, slice_, state)

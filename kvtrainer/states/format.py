@@ -69,10 +69,10 @@ _STATE, _EXTRA = "state", "extra"
 class OptimizerStateHolder(Protocol):
     """Keeps optimizer state by slice, here or on a server."""
 
-    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
+    def get_states(self, slices: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
         """Yield a copy of the state of each slice. `since` has a step for each: see `export_states`."""
 
-    def put_state(self, piece: Slice, state: States) -> None: ...
+    def put_state(self, slice_: Slice, state: States) -> None: ...
 
 
 class TableMark(NamedTuple):
@@ -116,12 +116,12 @@ def export_states(
             of all rows that are there.
         marks: Gets the present moment of each hash table, by key.
     """
-    pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
-    order, steps = _in_turns(pieces), since or {}
-    own = [steps.get(piece.segments[0].key, 0) if piece.segments else 0 for piece in order]
+    slices = plan.slices if keys is None else [slice_ for key in keys for slice_ in plan.slices_with(key)]
+    order, steps = _in_turns(slices), since or {}
+    own = [steps.get(slice_.segments[0].key, 0) if slice_.segments else 0 for slice_ in order]
     states_in_order = holder.get_states(order, own)
     kept = {
-        piece.index: next(states_in_order) for piece in track_progress(order, "collecting optimizer states")
+        slice_.index: next(states_in_order) for slice_ in track_progress(order, "collecting optimizer states")
     }
     found = {}
     nbytes = sum([tensor.nbytes for one in kept.values() for tensor in one.tensors.values()])
@@ -146,11 +146,11 @@ def export_states(
     return found
 
 
-def _in_turns(pieces: Iterable[Slice]) -> list[Slice]:
-    """Return the pieces of servers in turns, so that these work at the same time."""
+def _in_turns(slices: Iterable[Slice]) -> list[Slice]:
+    """Return the slices of servers in turns, so that these work at the same time."""
     by_server: dict[int, list[Slice]] = {}
-    for piece in pieces:
-        by_server.setdefault(piece.server, []).append(piece)
+    for slice_ in slices:
+        by_server.setdefault(slice_.server, []).append(slice_)
     turns = itertools.zip_longest(*by_server.values())
     return [one for turn in turns for one in turn if one is not None]
 
@@ -225,13 +225,13 @@ def import_states(
     """Replace the state of every key by `states`, from `read_states`; others lose theirs unless `others_stay`."""
     # 1. Get the state of all slices concerned.
     if others_stay:
-        pieces = [piece for key in states for piece in plan.slices_with(key)]
+        slices = [slice_ for key in states for slice_ in plan.slices_with(key)]
         kept = {
-            piece.index: states
-            for piece, states in zip(pieces, holder.get_states(pieces, [0] * len(pieces)), strict=True)
+            slice_.index: states
+            for slice_, states in zip(slices, holder.get_states(slices, [0] * len(slices)), strict=True)
         }
     else:
-        kept = {piece.index: States.of_slice(piece, device) for piece in plan.slices}
+        kept = {slice_.index: States.of_slice(slice_, device) for slice_ in plan.slices}
     # 2. Find the entries with one number per element, to tell them from scalars where a key has one element.
     of_scalars = {"master"}
     if optimizer.elementwise and any(not plan.specs[key].shape for key in states):
@@ -350,9 +350,9 @@ def _is_negative_zeros_state(value: Tensor) -> bool:
 
 def _state_segments_of_key(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
     return [
-        (kept[piece.index], at)
-        for piece in plan.slices_with(key)
-        for at, segment in enumerate(piece.segments)
+        (kept[slice_.index], at)
+        for slice_ in plan.slices_with(key)
+        for at, segment in enumerate(slice_.segments)
         if segment.key == key
     ]
 

@@ -59,9 +59,9 @@ class PretrainedRows(NamedTuple):
 
 def rows_by_slice(plan: Plan, holder: OptimizerStateHolder, key: int) -> Iterator[tuple[Ints, Tensor]]:
     """Fetch the rows of a hash table slice by slice: their ids, and their weights. Blocks."""
-    pieces = plan.slices_with(key)
-    states = holder.get_states(pieces, [0] * len(pieces))
-    for _ in track_progress(pieces, "fetching rows"):
+    slices = plan.slices_with(key)
+    states = holder.get_states(slices, [0] * len(slices))
+    for _ in track_progress(slices, "fetching rows"):
         state = next(states)
         [entries] = state.entries
         yield ids_of_rows(np.asarray(entries["rows"])), weights_of_slice(entries, int(state.steps[0]))
@@ -83,14 +83,14 @@ def put_rows(
     own, _ = table_optimizer(options, optimizer)
     bounds = slices_of_hashes(rows.numbers).searchsorted(np.arange(HASH_SLICES + 1))
     parts = list(zip(plan.slices_with(key), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
-    for piece, begin, end in track_progress([part for part in parts if part[1] < part[2]], "loading rows"):
+    for slice_, begin, end in track_progress([part for part in parts if part[1] < part[2]], "loading rows"):
         weights = rows.weights.index_select(0, rows.places[begin:end]).to(getattr(torch, dtype))
         if options.max_norm:
             limit_norms(weights, options.max_norm)
-        [state] = holder.get_states([piece], [0])
+        [state] = holder.get_states([slice_], [0])
         step, state.history = int(state.steps[0]), 0  # files from before are no bases of deltas
         state.entries = [_with_rows(state.entries[0], rows.numbers[begin:end], weights, step, own)]
-        holder.put_state(piece, state)
+        holder.put_state(slice_, state)
 
 
 def _with_rows(

@@ -38,7 +38,7 @@ class Overlap:
         self._exchange, self._predict_hypers = exchange, predict_hypers
         self._parameters = memory.parameters
         self._slices = [plan.slices_with(key) for key in range(len(plan.specs))]
-        self._num_keys = [len(piece.segments) for piece in plan.slices]
+        self._num_keys = [len(slice_.segments) for slice_ in plan.slices]
         self._missing = list(self._num_keys)
         """How many keys of each slice have yet to come."""
         self._passes = [0] * len(plan.specs)
@@ -61,20 +61,20 @@ class Overlap:
         # Sockets belong to the thread that makes the steps.
         if self._passes[key] != self._needed[key] or threading.get_ident() != self._thread:
             return
-        for piece in self._slices[key]:
-            self._missing[piece.index] -= 1
-            if not self._missing[piece.index]:
-                self._send(piece)
+        for slice_ in self._slices[key]:
+            self._missing[slice_.index] -= 1
+            if not self._missing[slice_.index]:
+                self._send(slice_)
 
     @torch.no_grad()
-    def _send(self, piece: Slice) -> None:
+    def _send(self, slice_: Slice) -> None:
         parts = []
-        for key, _, start, numel in piece.segments:
+        for key, _, start, numel in slice_.segments:
             grad = self._parameters[key].grad
             if grad is None or grad.layout is not torch.strided or not grad.is_contiguous() or grad.is_neg():
                 return
             parts.append(grad.view(-1)[start : start + numel])
         try:
-            self._exchange.push_eagerly(piece, parts, self._predict_hypers)
+            self._exchange.push_eagerly(slice_, parts, self._predict_hypers)
         except KVStoreError as error:  # the step will raise it, if it still holds then
-            _log.debug("slice %d was not sent ahead: %s", piece.index, error)
+            _log.debug("slice %d was not sent ahead: %s", slice_.index, error)

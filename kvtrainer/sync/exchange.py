@@ -253,7 +253,7 @@ class StoreExchange(Exchange):
             weights: Flat, laid out by the plan, on the CPU in pages of their own.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
-        is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
+        is_long = any([slice_.nbytes >= LONG for slice_ in self._table.plan.slices])
         if not (self.updates_weights and self.is_dist and is_long):
             return
         # With backup workers servers go on while this worker still computes with the weights.
@@ -521,9 +521,9 @@ class StoreExchange(Exchange):
         return self._table.round
 
     def push_eagerly(
-        self, piece: Slice, parts: Sequence[Tensor], predict_hypers: Callable[[], bytes]
+        self, slice_: Slice, parts: Sequence[Tensor], predict_hypers: Callable[[], bytes]
     ) -> None:
-        self._client.rounds.push_eagerly(self._table, piece, parts, predict_hypers)
+        self._client.rounds.push_eagerly(self._table, slice_, parts, predict_hypers)
 
     def run_without_data(
         self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], client_state: bytes = b""
@@ -642,12 +642,12 @@ class StoreExchange(Exchange):
         if self.rows.wanted:
             self.rows.drop()
 
-    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
-        slices = [self._table.plan.slices[piece.index] for piece in pieces]
-        return self._client.get_states(self._table, slices, since)
+    def get_states(self, slices: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
+        own = [self._table.plan.slices[slice_.index] for slice_ in slices]
+        return self._client.get_states(self._table, own, since)
 
-    def put_state(self, piece: Slice, state: States) -> None:
-        self._client.put_state(self._table, self._table.plan.slices[piece.index], state)
+    def put_state(self, slice_: Slice, state: States) -> None:
+        self._client.put_state(self._table, self._table.plan.slices[slice_.index], state)
 
     @property
     def version(self) -> int:

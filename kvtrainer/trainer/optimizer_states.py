@@ -105,15 +105,15 @@ class ShardUpdate:
         given = RankContribution(self._runs[2], scale, absent, found, is_scratch=True, borrowed=borrowed)
         shard.update([given], self.optimizer, [hypers], decision=decision)
 
-    def get_states(self, pieces: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
+    def get_states(self, slices: Sequence[Slice], since: Sequence[int]) -> Iterator[States]:
         unit = self.shard.units[0]
-        for piece, step in zip(pieces, since, strict=True):
-            found = self.shard.get_state(unit, piece.index, since=step)
-            found.history = self.shard.history(unit, piece.index)
+        for slice_, step in zip(slices, since, strict=True):
+            found = self.shard.get_state(unit, slice_.index, since=step)
+            found.history = self.shard.history(unit, slice_.index)
             yield found
 
-    def put_state(self, piece: Slice, state: States) -> None:
-        self.shard.put_state(self.shard.units[0], piece.index, state, state.history)
+    def put_state(self, slice_: Slice, state: States) -> None:
+        self.shard.put_state(self.shard.units[0], slice_.index, state, state.history)
 
 
 class OptimizerStates:

@@ -336,13 +336,13 @@ def _contribute(
     table = store._entries["w"].table
     for server, (run, session) in enumerate(tokens):
         at = table.numbers[server]
-        pieces = table.plan.slices_of(server)
-        for piece in pieces:
-            whole = torch.zeros(piece.length)
-            whole[: piece.used] = value[piece.offset : piece.offset + piece.used]
-            push = contribution([(table.slot_of(piece), whole)], number)
+        slices = table.plan.slices_of(server)
+        for slice_ in slices:
+            whole = torch.zeros(slice_.length)
+            whole[: slice_.used] = value[slice_.offset : slice_.offset + slice_.used]
+            push = contribution([(table.slot_of(slice_), whole)], number)
             impostor.send(server, m.Request(run, session, 1, push))
-        body = contribution([], number, at, len(pieces), timeout=LIMIT)
+        body = contribution([], number, at, len(slices), timeout=LIMIT)
         impostor.send(server, m.Request(run, session, 1, body))
 
 

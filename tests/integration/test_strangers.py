@@ -164,8 +164,8 @@ def test_a_stranger_can_neither_read_nor_push_nor_end_a_job_that_is_not_his(
     seen = {token for store in pair for _, token in store._client._session._tokens}
     for token in {*range(1, 50), *seen}:
         for server in range(2):
-            at, pieces = table.numbers[server], table.plan.slices_of(server)
-            values = [(table.slot_of(piece), torch.full((piece.length,), 1e9)) for piece in pieces]
+            at, slices = table.numbers[server], table.plan.slices_of(server)
+            values = [(table.slot_of(slice_), torch.full((slice_.length,), 1e9)) for slice_ in slices]
             pushes = [contribution([value], 1) for value in values]
             commit = contribution([], 1, at, len(values), flags=m.WANTS_WEIGHTS, timeout=20.0)
             attacks = [m.Pull((at,)), *pushes, commit, m.Leave("over", True)]

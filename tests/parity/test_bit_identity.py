@@ -112,4 +112,4 @@ def test_the_sums_would_differ_in_another_order() -> None:
 
 def test_the_biggest_key_lies_on_all_three_servers() -> None:
     plan = make_plan([TensorSpec("sliced", KEYS["sliced"], "float32")], 3)
-    assert {piece.server for piece in plan.slices} == {0, 1, 2}
+    assert {slice_.server for slice_ in plan.slices} == {0, 1, 2}

@@ -162,7 +162,9 @@ def test_each_gradient_is_divided_by_the_batch_size_of_its_own_worker_from_rank_
 def test_every_server_holds_a_piece_of_the_sliced_parameter(servers: int) -> None:
     plan = make_plan([TensorSpec(name, shape, "float32") for name, shape in TRAINED.items()], servers)
     sliced = list(TRAINED).index("sliced")
-    holders = {piece.server for piece in plan.slices for segment in piece.segments if segment.key == sliced}
+    holders = {
+        slice_.server for slice_ in plan.slices for segment in slice_.segments if segment.key == sliced
+    }
     assert holders == set(range(servers))
 
 
@@ -253,4 +255,4 @@ def test_a_trainers_step_sums_in_float32(jobs: Servers, dtype: torch.dtype, in_s
 @DTYPES
 def test_the_big_key_lies_on_both_servers(dtype: torch.dtype) -> None:
     plan = make_plan([TensorSpec("sliced", SHAPES["sliced"], str(dtype).removeprefix("torch."))], 2)
-    assert {piece.server for piece in plan.slices} == {0, 1}
+    assert {slice_.server for slice_ in plan.slices} == {0, 1}

@@ -270,7 +270,7 @@ def pieces_of(key: str, servers: int = 1, whole_keys: bool = False) -> list[Slic
     names = [*sorted(SHAPES.keys() - {*SLOW}), *SLOW]
     specs = [TensorSpec(name, SHAPES[name], "float32", int(name in SLOW)) for name in names]
     plan = make_plan(specs, servers, whole_keys)
-    return [piece for piece in plan.slices if piece.segments[0].key == names.index(key)]
+    return [slice_ for slice_ in plan.slices if slice_.segments[0].key == names.index(key)]
 
 
 def in_float64(weights: Weights) -> dict[str, Any]:
@@ -342,6 +342,6 @@ def test_every_optimizer_of_gluon_and_every_elementwise_one_of_torch_is_played()
 @pytest.mark.parametrize("servers", SERVERS)
 @pytest.mark.parametrize("whole_keys", [False, True])
 def test_the_biggest_parameter_lies_on_all_servers_or_whole_on_one(servers: int, whole_keys: bool) -> None:
-    pieces = pieces_of("sliced_weight", servers, whole_keys)
-    assert len(pieces) > 3
-    assert len({piece.server for piece in pieces}) == (1 if whole_keys else servers)
+    slices = pieces_of("sliced_weight", servers, whole_keys)
+    assert len(slices) > 3
+    assert len({slice_.server for slice_ in slices}) == (1 if whole_keys else servers)

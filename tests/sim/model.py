@@ -469,8 +469,8 @@ class SyncModel(Model):
         norm_type = next(iter(self.active().values())).hold
         residuals = dict(self.stored.residuals)
         partials = {s: _partial(self._sum(s, residuals), norm_type) for s in self.slots if self._givers(s)}
-        pieces = layout().pieces
-        told = tuple((pieces[self._server, slot].index, partial) for slot, partial in partials.items())
+        slices = layout().slices
+        told = tuple((slices[self._server, slot].index, partial) for slot, partial in partials.items())
         self.partials[self.open] = told
         held = m.Held(self.table, self.open, told, True)
         return [(to, [held]) for rank, to in self.waiting.items() if self.committed[rank].hold]

@@ -75,10 +75,10 @@ def digest(weights: Mapping[Place, bytes]) -> int:
 
 def gradient(rank: int, round_: int, place: Place, seen: int) -> Array:
     """What a rank gives to a slice in a round, with padding, when it has weights with a digest `seen`."""
-    piece = plan().slices_of(place[0])[place[1]]
-    start = zlib.crc32(b"%d %d %d %d" % (round_, rank, *place), seen) % (len(_POOL) - piece.used)
-    values = np.zeros(piece.length, np.float32)
-    values[: piece.used] = _POOL[start : start + piece.used]
+    slice_ = plan().slices_of(place[0])[place[1]]
+    start = zlib.crc32(b"%d %d %d %d" % (round_, rank, *place), seen) % (len(_POOL) - slice_.used)
+    values = np.zeros(slice_.length, np.float32)
+    values[: slice_.used] = _POOL[start : start + slice_.used]
     return values
 
 
@@ -329,13 +329,13 @@ class Process:
 
     def _slice(self, place: Place, seen: int) -> m.Contribute:
         server, slot = place
-        piece, encoding = plan().slices_of(server)[slot], b""
+        slice_, encoding = plan().slices_of(server)[slot], b""
         payload = torch.from_numpy(gradient(self.rank, self.round, place, seen))
-        if self.round and self.case.by_rows and [one.key for one in piece.segments] == [0]:
+        if self.round and self.case.by_rows and [one.key for one in slice_.segments] == [0]:
             chosen = zlib.crc32(b"%d %d %d" % (self.round, self.rank, slot)) % (1 << ROWS)
             chosen = 0 if self.round == 3 or (self.round + self.rank) % 3 == 0 else chosen
             ids = torch.tensor([row for row in range(ROWS) if chosen & 1 << row], dtype=torch.int64)
-            rows = RowSet(ids, payload[: piece.used].view(ROWS, -1)[ids])
-            payload, encoding = encode_rows(plan(), piece, {0: rows}), PACKED_ROWS
+            rows = RowSet(ids, payload[: slice_.used].view(ROWS, -1)[ids])
+            payload, encoding = encode_rows(plan(), slice_, {0: rows}), PACKED_ROWS
         pushes = m.matrix([(slot, self.round, 0, payload.nbytes)], m.PUSH_WORDS)
         return m.Contribute(pushes, (payload,), m.matrix((), m.COMMIT_WORDS), encoding)

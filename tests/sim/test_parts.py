@@ -39,7 +39,7 @@ class Schedule:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.job = EngineJob(RANKS, Mode("sync"), shape=SHAPE)
-        self.sizes = [4 * piece.length for piece in self.job.slices]
+        self.sizes = [4 * slice_.length for slice_ in self.job.slices]
         self.total = 0.0
         self.seen: Counter[str] = Counter()
 

@@ -72,21 +72,21 @@ class Layout:
     def __init__(self) -> None:
         self.plans: list[Plan] = [make_plan(specs, NUM_SERVERS) for specs in SPECS]
         self.digests = [plan.digest for plan in self.plans]
-        self.pieces: dict[Place, Slice] = {}
+        self.slices: dict[Place, Slice] = {}
         self.slots: dict[Place, list[int]] = {}
         """(table, server) → its slots there."""
         for server in range(NUM_SERVERS):
             end = 0
             for table, plan in enumerate(self.plans):
-                pieces = plan.slices_of(server)
-                self.slots[table, server] = list(range(end, end + len(pieces)))
-                self.pieces |= {(server, slot): piece for slot, piece in enumerate(pieces, end)}
-                end += len(pieces)
+                slices = plan.slices_of(server)
+                self.slots[table, server] = list(range(end, end + len(slices)))
+                self.slices |= {(server, slot): slice_ for slot, slice_ in enumerate(slices, end)}
+                end += len(slices)
         self.takes_rows = {
             (server, slot)
             for server in range(NUM_SERVERS)
             for slot in self.slots[BY_ROWS, server]
-            if [s.key for s in self.pieces[server, slot].segments] == [0]
+            if [s.key for s in self.slices[server, slot].segments] == [0]
         }
 
     def places(self, table: int) -> list[Place]:
@@ -150,11 +150,11 @@ class SimOptions:
 
     def values(self, process: int, place: Place, round_: int, generation: int) -> Array:
         """A slice with its padding; different identities give different values."""
-        piece = layout().pieces[place]
+        slice_ = layout().slices[place]
         pool = _POOL if self.mode.is_sync else _INTEGERS
-        start = self._mixed(process, place, round_, generation) % (_POOL_SIZE - piece.used)
-        values = np.zeros(piece.length, np.float32)
-        values[: piece.used] = pool[start : start + piece.used]
+        start = self._mixed(process, place, round_, generation) % (_POOL_SIZE - slice_.used)
+        values = np.zeros(slice_.length, np.float32)
+        values[: slice_.used] = pool[start : start + slice_.used]
         return values
 
     def rows(self, process: int, place: Place, round_: int, generation: int) -> tuple[int, ...] | None:
@@ -564,12 +564,12 @@ class Worker:
             return
         plan = layout().plans[lane.table]
         arena = torch.zeros(plan.arena_sizes["float32"])
-        pieces = {place: layout().pieces[place] for place in lane.generations}
-        for place, piece in pieces.items():
+        slices = {place: layout().slices[place] for place in lane.generations}
+        for place, slice_ in slices.items():
             values = self.options.values(self.process, place, lane.round, lane.generations[place])
-            arena[piece.offset : piece.offset + piece.length] = torch.from_numpy(values)
-        found = lane.compressor.encode({"float32": arena}, [*pieces.values()], frozenset())
-        lane.encoded = {place: found[piece.index] for place, piece in pieces.items()}
+            arena[slice_.offset : slice_.offset + slice_.length] = torch.from_numpy(values)
+        found = lane.compressor.encode({"float32": arena}, [*slices.values()], frozenset())
+        lane.encoded = {place: found[slice_.index] for place, slice_ in slices.items()}
 
     def _payload(self, lane: Lane, place: Place) -> tuple[bytes, torch.Tensor]:
         """How a slice is sent, and what: in the form of a codec, of rows, or as plain numbers."""
@@ -582,7 +582,7 @@ class Worker:
             return b"", values
         ids = torch.tensor(rows, dtype=torch.int64)
         part = {0: RowSet(ids, values.view(ROWS, -1)[ids])}
-        return PACKED_ROWS, encode_rows(layout().plans[lane.table], layout().pieces[place], part)
+        return PACKED_ROWS, encode_rows(layout().plans[lane.table], layout().slices[place], part)
 
     def _declare_intent(self, lane: Lane, server: int, rng: random.Random, may_change: bool) -> None:
         """Say what will be committed; unless it may change, slices stay as they are from then on."""

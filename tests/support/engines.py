@@ -130,9 +130,9 @@ class EngineJob:
         return replies.get((rank, number), [])
 
     def push(self, rank: int, round_: int, value: float) -> list[m.ReplyBody]:
-        given = [(piece.index, torch.zeros(piece.length)) for piece in self.slices]
-        for piece, (_, numbers) in zip(self.slices, given, strict=True):
-            numbers[: piece.used] = value
+        given = [(slice_.index, torch.zeros(slice_.length)) for slice_ in self.slices]
+        for slice_, (_, numbers) in zip(self.slices, given, strict=True):
+            numbers[: slice_.used] = value
         return self.ask(rank, contribution(given, round_))
 
     def commit(

@@ -56,11 +56,11 @@ def big_slice(numel: int) -> Slice:
     return Slice(0, "float32", 0, length, numel, (Segment(0, 0, 0, numel),), 0)
 
 
-def filled(piece: Slice, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def filled(slice_: Slice, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random numbers in the segments, zero in the padding."""
     generator = torch.Generator().manual_seed(seed)
-    flat = torch.zeros(piece.length, dtype=dtype)
-    for s in piece.segments:
+    flat = torch.zeros(slice_.length, dtype=dtype)
+    for s in slice_.segments:
         flat[s.start : s.start + s.numel] = torch.randn(s.numel, generator=generator, dtype=dtype)
     return flat
 
@@ -69,9 +69,9 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def padding(piece: Slice, flat: Tensor) -> Tensor:
-    used = torch.zeros(piece.length, dtype=torch.bool)
-    for s in piece.segments:
+def padding(slice_: Slice, flat: Tensor) -> Tensor:
+    used = torch.zeros(slice_.length, dtype=torch.bool)
+    for s in slice_.segments:
         used[s.start : s.start + s.numel] = True
     return flat[~used]
 
@@ -94,20 +94,20 @@ def given_to(
     return shard.contribution_of([Run(slot, slot + 1, payload) for slot, payload in slots], scale, without)
 
 
-def plan_of(piece: Slice, names: Sequence[str] | None = None) -> Plan:
+def plan_of(slice_: Slice, names: Sequence[str] | None = None) -> Plan:
     """A plan of this slice alone, whose keys have its segments."""
-    count = max(s.key for s in piece.segments) + 1
-    specs = [TensorSpec(str(key), (0,), piece.dtype) for key in range(count)]
-    for at, s in enumerate(piece.segments):
-        specs[s.key] = TensorSpec(names[at] if names else str(s.key), (s.numel,), piece.dtype)
-    sizes = {piece.dtype: piece.length}
+    count = max(s.key for s in slice_.segments) + 1
+    specs = [TensorSpec(str(key), (0,), slice_.dtype) for key in range(count)]
+    for at, s in enumerate(slice_.segments):
+        specs[s.key] = TensorSpec(names[at] if names else str(s.key), (s.numel,), slice_.dtype)
+    sizes = {slice_.dtype: slice_.length}
     numels = tuple([spec.numel for spec in specs])
-    return Plan(tuple(specs), 1, (piece,), sizes, sizes, (0,) * count, numels, False)
+    return Plan(tuple(specs), 1, (slice_,), sizes, sizes, (0,) * count, numels, False)
 
 
 def update_slice(
     optimizer: Optimizer,
-    piece: Slice,
+    slice_: Slice,
     weight: Tensor,
     grad: Tensor,
     state: States,
@@ -117,20 +117,20 @@ def update_slice(
 ) -> None:
     """Let a Shard over `weight` update the segments of a slice that are present; `state` is that of the slice."""
     shard = Shard()
-    plan = plan_of(piece, names)
-    unit = shard.add(plan, piece.server, {piece.dtype: weight})
-    shard.put_state(unit, piece.index, state)
-    own = dict(zip([s.key for s in piece.segments], hypers, strict=True))
+    plan = plan_of(slice_, names)
+    unit = shard.add(plan, slice_.server, {slice_.dtype: weight})
+    shard.put_state(unit, slice_.index, state)
+    own = dict(zip([s.key for s in slice_.segments], hypers, strict=True))
     absent = frozenset(
-        s.key for s, here in zip(piece.segments, present or [True] * len(hypers), strict=True) if not here
+        s.key for s, here in zip(slice_.segments, present or [True] * len(hypers), strict=True) if not here
     )
     numbers = [own.get(key, {}) for key in range(len(plan.specs))]
     shard.update([RankContribution([Run(0, 1, grad)], 1.0, absent)], optimizer, [numbers])
-    vars(state).update(vars(shard.get_state(unit, piece.index)))
+    vars(state).update(vars(shard.get_state(unit, slice_.index)))
 
 
-def empty(piece: Slice) -> States:
-    return States.of_slice(piece)
+def empty(slice_: Slice) -> States:
+    return States.of_slice(slice_)
 
 
 def state_of(state: States, index: int) -> dict[str, Any]:

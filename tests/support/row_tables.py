@@ -42,7 +42,7 @@ def column(table: RowSparseParameter) -> list[float]:
 
 def interleaved(table: Tensor, plan: Plan, key: int) -> Tensor:
     """The rows of a table as its slices have them: one to each long slice in turn, and the last ones to a short one."""
-    sizes = [piece.used // table[0].numel() for piece in plan.slices_with(key)]
+    sizes = [slice_.used // table[0].numel() for slice_ in plan.slices_with(key)]
     longest = [size for size in sizes if size == max(sizes)]
     hands = [table[: sum(longest)][at :: len(longest)] for at in range(len(longest))]
     return torch.cat([*hands, table[sum(longest) :]])

@@ -164,8 +164,8 @@ class Bench:
         return Contribution([self.table], [values], [{"float32": self.out}], **options)
 
     def weights(self, server: int, value: float, round_: int = 3) -> m.Weights:
-        pieces = self.plan.slices_of(server)
-        return weights(SLOT, [torch.full((piece.length,), value) for piece in pieces], round_)
+        slices = self.plan.slices_of(server)
+        return weights(SLOT, [torch.full((slice_.length,), value) for slice_ in slices], round_)
 
     def failed(self, server: int, code: str, next_round: int = 4) -> m.Failed:
         return m.Failed(code, f"{code} of server {server}", server + 5, 3, next_round)
@@ -203,7 +203,7 @@ def weights(slot: int, slices: Sequence[torch.Tensor], version: int) -> m.Weight
 
 def padded(values: Sequence[float], plan: Plan) -> torch.Tensor:
     """The one slice of a plan, with its padding."""
-    [piece] = plan.slices
-    whole = torch.zeros(piece.length, dtype=torch_dtype(piece.dtype))
-    whole[: piece.used] = torch.tensor(values)
+    [slice_] = plan.slices
+    whole = torch.zeros(slice_.length, dtype=torch_dtype(slice_.dtype))
+    whole[: slice_.used] = torch.tensor(values)
     return whole

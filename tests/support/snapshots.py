@@ -169,7 +169,7 @@ class SnapshotJob:
         """The optimizer's state by slice: counts, and tensors by name."""
         [table] = [self.exchange._table]
         found = []
-        for piece in table.plan.slices:
-            [states] = self.client.get_states(table, [piece], [0])
+        for slice_ in table.plan.slices:
+            [states] = self.client.get_states(table, [slice_], [0])
             found.append((states.steps.tolist(), {n: t.tolist() for n, t in sorted(states.tensors.items())}))
         return found

@@ -95,9 +95,9 @@ def test_slices_that_are_sent_again_do_not_change_weights_that_came_before() -> 
 
 def test_a_round_of_which_some_gradients_were_replaced_names_those_that_count_as_they_went_ahead() -> None:
     bench = Bench(1, lambda *_: [])
-    pieces = bench.plan.slices[:2]
-    for piece in pieces:
-        bench.rounds.push_eagerly(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
+    slices = bench.plan.slices[:2]
+    for slice_ in slices:
+        bench.rounds.push_eagerly(bench.table, slice_, [torch.ones(one.numel) for one in slice_.segments])
     changed = bench.contribution()
     assert changed.values is not None
     changed.values[0]["float32"][0] = 7.0
@@ -109,8 +109,8 @@ def test_a_round_of_which_some_gradients_were_replaced_names_those_that_count_as
 
 def test_a_round_is_announced_of_which_some_slices_went_ahead_as_they_are() -> None:
     bench = Bench(1, lambda *_: [])
-    piece = bench.plan.slices[1]
-    bench.rounds.push_eagerly(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
+    slice_ = bench.plan.slices[1]
+    bench.rounds.push_eagerly(bench.table, slice_, [torch.ones(one.numel) for one in slice_.segments])
     bench.rounds.start(bench.contribution())
     [said] = announcements(bench)
     assert said.commits[:, m.COMMIT_COUNT : m.COMMIT_VERSION].tolist() == [[len(bench.plan.slices), 0]]

@@ -268,7 +268,7 @@ def test_a_key_whose_changes_were_encoded_comes_whole_and_then_by_rows_once_it_h
 ):
     job = Job(1, "sgd", "ternary")
     others, rows = frozenset(range(1, 5)), {0: RowSet(torch.tensor([3, 5_999]), torch.ones(2, 9))}
-    slots = [at for at, piece in enumerate(job.tables[0].plan.slices) if piece.segments[0].key == 0]
+    slots = [at for at, slice_ in enumerate(job.tables[0].plan.slices) if slice_.segments[0].key == 0]
     kinds = []
     for given in (dense(job), None, None):
         by_rows = given or [
@@ -283,7 +283,7 @@ def test_a_key_whose_changes_were_encoded_comes_whole_and_then_by_rows_once_it_h
 
 def test_changes_of_a_slice_are_encoded_although_some_of_its_keys_have_no_gradient() -> None:
     job = Job(1, "torch:SGD", "ternary")
-    [slot] = [at for at, piece in enumerate(job.tables[0].plan.slices) if len(piece.segments) == 3]
+    [slot] = [at for at, slice_ in enumerate(job.tables[0].plan.slices) if len(slice_.segments) == 3]
     for _ in range(2):
         assert parts_of(job, dense(job, absent=frozenset({1, 4})))[slot][0] == m.DELTA
         job.check()
@@ -291,9 +291,9 @@ def test_changes_of_a_slice_are_encoded_although_some_of_its_keys_have_no_gradie
 
 def test_nothing_is_sent_of_weights_that_workers_have_as_they_are() -> None:
     job = Job(1, "torch:SGD", "ternary")
-    pieces = job.tables[0].plan.slices
-    [slot] = [at for at, piece in enumerate(pieces) if len(piece.segments) == 3]
-    absent = frozenset([segment.key for segment in pieces[slot].segments])
+    slices = job.tables[0].plan.slices
+    [slot] = [at for at, slice_ in enumerate(slices) if len(slice_.segments) == 3]
+    absent = frozenset([segment.key for segment in slices[slot].segments])
     job.play(dense(job, absent=absent))
     sizes = {at: nbytes for at, (_, nbytes) in parts_of(job, dense(job, absent=absent)).items()}
     assert [at for at, nbytes in sizes.items() if not nbytes] == [slot]

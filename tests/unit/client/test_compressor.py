@@ -61,7 +61,7 @@ def test_slices_that_are_not_sent_keep_their_residuals() -> None:
     one = compressor()
     one.encode(constant(0.25), PLAN.slices, NOTHING)
     one.accept()
-    [only] = [piece for piece in PLAN.slices if any(s.key == 0 for s in piece.segments)]
+    [only] = [slice_ for slice_ in PLAN.slices if any(s.key == 0 for s in slice_.segments)]
     one.encode(constant(0.125), [only], NOTHING)
     one.accept()
     assert distinct(one.residuals()) == {0: [0.375], 1: [0.25], 2: [0.25]}
@@ -95,11 +95,11 @@ def test_residuals_carry_over_into_another_compressor(kind: str) -> None:
         one.accept()
     other.set_residuals(one.residuals())
     expected, got = (c.encode(grads[2], PLAN.slices, NOTHING) for c in (one, other))
-    for piece in PLAN.slices:
-        values = [torch.zeros(piece.used) for _ in range(2)]
-        for data, out in zip((expected[piece.index], got[piece.index]), values, strict=True):
-            one.codec.decode(data, piece.dtype, out)
-        for segment in piece.segments:  # padding may differ: it belongs to nobody
+    for slice_ in PLAN.slices:
+        values = [torch.zeros(slice_.used) for _ in range(2)]
+        for data, out in zip((expected[slice_.index], got[slice_.index]), values, strict=True):
+            one.codec.decode(data, slice_.dtype, out)
+        for segment in slice_.segments:  # padding may differ: it belongs to nobody
             part = slice(segment.start, segment.start + segment.numel)
             assert torch.equal(values[0][part], values[1][part])
 

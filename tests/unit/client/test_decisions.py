@@ -35,7 +35,7 @@ class HeldBench(Bench):
 
     def held(self, server: int, *values: float, is_finite: bool = True) -> m.Held:
         """What a server says, with a partial norm for each of its first slices."""
-        slices = (piece.index for piece in self.plan.slices_of(server))
+        slices = (slice_.index for slice_ in self.plan.slices_of(server))
         return m.Held(server + 5, 3, tuple(zip(slices, values, strict=False)), is_finite)
 
     def weights_of(self, server: int, resolve: m.Resolve) -> list[m.ReplyBody]:
@@ -67,12 +67,12 @@ def test_every_server_is_told_the_decision_when_all_have_said_what_they_hold() -
 def test_partial_norms_are_combined_in_the_order_of_the_slices_whoever_holds_them() -> None:
     parts = (1.0, 1e-8, 1e-8, 1e-8)
     bench = HeldBench(2, lambda server, commit: [])
-    owners = [piece.server for piece in bench.plan.slices]
+    owners = [slice_.server for slice_ in bench.plan.slices]
     assert owners[0] != owners[1]
-    values = {piece.index: parts[min(piece.index, 3)] for piece in bench.plan.slices}
+    values = {slice_.index: parts[min(slice_.index, 3)] for slice_ in bench.plan.slices}
 
     def told(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
-        mine = [piece.index for piece in bench.plan.slices_of(server)]
+        mine = [slice_.index for slice_ in bench.plan.slices_of(server)]
         return [m.Held(server + 5, 3, tuple((s, values[s]) for s in reversed(mine)), True)]
 
     bench.act = told

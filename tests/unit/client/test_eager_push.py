@@ -61,12 +61,12 @@ class Job:
 
     def push_eagerly(self, values: dict[str, Tensor], *slices: int) -> None:
         """Send slices (by index; all by default) out of arenas."""
-        for piece in self.table.plan.slices:
-            if not slices or piece.index in slices:
+        for slice_ in self.table.plan.slices:
+            if not slices or slice_.index in slices:
                 flat = values["float32"]
-                starts = [(piece.offset + one.start, one.numel) for one in piece.segments]
+                starts = [(slice_.offset + one.start, one.numel) for one in slice_.segments]
                 parts = [flat[start : start + numel] for start, numel in starts]
-                self.clients[0].rounds.push_eagerly(self.table, piece, parts)
+                self.clients[0].rounds.push_eagerly(self.table, slice_, parts)
 
     def round(
         self, mine: dict[str, Tensor] | None, others: dict[str, Tensor], **said: Any
@@ -238,7 +238,7 @@ def test_whatever_is_sent_lost_repeated_and_changed_the_round_has_what_was_given
     for _ in range(25):
         mine = [float(draw.randrange(1, 100)) for _ in SPECS]
         job.line.loses = loses
-        some = [piece.index for piece in job.table.plan.slices if draw.random() < 0.8]
+        some = [slice_.index for slice_ in job.table.plan.slices if draw.random() < 0.8]
         if some:
             job.push_eagerly(job.filled(*mine), *some)
         repeat()
@@ -317,8 +317,8 @@ class Held:
         job.push_eagerly(grads)
         job.round(grads, grads)
         self.stand_before(job.line)
-        for piece in reversed(job.table.plan.slices):
-            job.push_eagerly(grads, piece.index)
+        for slice_ in reversed(job.table.plan.slices):
+            job.push_eagerly(grads, slice_.index)
         return job, grads
 
     def let_go(self) -> None:

@@ -52,7 +52,7 @@ class Job:
         play(self.clients, [Contribution([t], [v], [a], 1.0, self.hyper) for t, v, a in rows])
 
     def _note_parts(self) -> None:
-        rounds, pieces = self.clients[0].rounds, self.tables[0].plan.slices_of(0)
+        rounds, slices = self.clients[0].rounds, self.tables[0].plan.slices_of(0)
         receive = rounds._receive
 
         def note(round_: Any, server_request: Any, server: int, reply: m.ReplyBody) -> None:
@@ -60,7 +60,7 @@ class Job:
                 zip(reply.parts.tolist(), reply.payloads, strict=True) if isinstance(reply, m.Weights) else ()
             )
             for (word, _, kind, nbytes), payload in rows:
-                dtype = pieces[m.unpack_slot(word)[0]].dtype
+                dtype = slices[m.unpack_slot(word)[0]].dtype
                 self.parts.setdefault(dtype, set()).add((kind, nbytes // len(payload)))
             receive(round_, server_request, server, reply)
 
@@ -108,7 +108,7 @@ def test_the_server_counts_the_bytes_that_it_sends() -> None:
     job.round([job.filled(torch.ones)])
     [after] = job.clients[0].stats()
     sent = after["tables"][0]["bytes_out"] - before["tables"][0]["bytes_out"]
-    assert sent == 2 * sum(piece.length for piece in job.tables[0].plan.slices)
+    assert sent == 2 * sum(slice_.length for slice_ in job.tables[0].plan.slices)
 
 
 def test_first_values_are_rounded_as_well() -> None:

@@ -100,15 +100,15 @@ def test_a_worker_sees_what_servers_write_later(job: Job) -> None:
 @pytest.mark.parametrize("at", range(0, _NUMEL, 60_013))
 def test_what_a_worker_writes_is_found_wherever_it_is(job: Job, at: int) -> None:
     job.parameter.data.view(-1)[at] = 0.5
-    [slice_] = job.mapped.written()
-    piece = job.plan.slices[slice_]
-    assert piece.offset <= at < piece.offset + piece.used
+    [index] = job.mapped.written()
+    slice_ = job.plan.slices[index]
+    assert slice_.offset <= at < slice_.offset + slice_.used
 
 
 def test_a_write_at_the_edge_of_a_slice_is_found(job: Job) -> None:
-    for piece in job.plan.slices:
-        job.parameter.data.view(-1)[piece.offset] += 0.5
-        job.parameter.data.view(-1)[piece.offset + piece.used - 1] += 0.5
+    for slice_ in job.plan.slices:
+        job.parameter.data.view(-1)[slice_.offset] += 0.5
+        job.parameter.data.view(-1)[slice_.offset + slice_.used - 1] += 0.5
     assert job.mapped.written() == set(range(8))
 
 
@@ -137,11 +137,11 @@ def test_what_a_worker_writes_reaches_no_server(job: Job) -> None:
 
 
 def test_a_slice_that_was_left_is_not_looked_at_and_can_be_mapped_again(job: Job) -> None:
-    piece = job.plan.slices[3]
-    job.mapped.unmap(piece)
-    job.parameter.data.view(-1)[piece.offset : piece.offset + piece.used] = 0.0
+    slice_ = job.plan.slices[3]
+    job.mapped.unmap(slice_)
+    job.parameter.data.view(-1)[slice_.offset : slice_.offset + slice_.used] = 0.0
     assert not job.mapped.written()
-    assert job.mapped.unwatched()["float32"] == [(4 * piece.offset, 4 * (piece.offset + piece.length))]
+    assert job.mapped.unwatched()["float32"] == [(4 * slice_.offset, 4 * (slice_.offset + slice_.length))]
     job.show()
     assert torch.equal(job.parameter.detach().view(-1), _numbers())
 
@@ -156,10 +156,10 @@ def test_released_weights_stay_as_they_are(job: Job) -> None:
 
 @pytest.mark.parametrize("shift", [64, PAGE * 10**6])
 def test_a_place_that_does_not_fit_is_refused_and_nothing_is_mapped(job: Job, shift: int) -> None:
-    storage, piece = job.servers[0], job.servers[0].slots[0].slice
+    storage, slice_ = job.servers[0], job.servers[0].slots[0].slice
     begin = storage.location(0) & ((1 << 40) - 1)
     with pytest.raises(OSError, match="slice 0 is at"):
-        job.mapped.map(piece, 0, storage.location(0), job.memories[0], begin + shift)
+        job.mapped.map(slice_, 0, storage.location(0), job.memories[0], begin + shift)
     assert torch.equal(job.parameter.detach().view(-1), _numbers())
 
 

@@ -337,10 +337,10 @@ def test_weights_that_a_server_has_sent_before_it_ended_are_not_mixed_with_those
     None
 ):
     bench = Restarted(1, numel=1 << 20)  # type: ignore[arg-type]
-    pieces = bench.plan.slices_of(0)
-    assert len(pieces) > 1
-    parts = [(100, 3, m.WHOLE, 4 * pieces[0].length)]
-    early = m.Weights(m.matrix(parts, 4), (torch.full((pieces[0].length,), 9.0),))
+    slices = bench.plan.slices_of(0)
+    assert len(slices) > 1
+    parts = [(100, 3, m.WHOLE, 4 * slices[0].length)]
+    early = m.Weights(m.matrix(parts, 4), (torch.full((slices[0].length,), 9.0),))
     bench.first_answers = lambda server, body: [early]  # type: ignore[method-assign]
     bench.run()
     assert bench.out.eq(2.0).all()  # of the same version, but a round that is done again may end otherwise

@@ -56,15 +56,15 @@ def test_every_server_gets_its_slices_and_the_commit_with_the_last_of_them(near:
     bench.run()
     for server in range(2):
         bodies = [r.body for to, r in bench.servers.sent if to == server]
-        pieces = bench.plan.slices_of(server)
+        slices = bench.plan.slices_of(server)
         rows = [row for body in bodies for row in body.pushes.tolist()]  # type: ignore[union-attr]
-        assert rows == [[SLOT + at, 3, 0, 4 * piece.length] for at, piece in enumerate(pieces)]
+        assert rows == [[SLOT + at, 3, 0, 4 * slice_.length] for at, slice_ in enumerate(slices)]
         payloads = [payload for body in bodies for payload in body.payloads]  # type: ignore[union-attr]
-        rows_of = zip(payloads, pieces, strict=True)
-        assert all([_values(payload[: piece.used]) == [1.0] for payload, piece in rows_of])
+        rows_of = zip(payloads, slices, strict=True)
+        assert all([_values(payload[: slice_.used]) == [1.0] for payload, slice_ in rows_of])
         assert [is_commit(body) for body in bodies] == [False] * (len(bodies) - 1) + [True]
         [commit] = bodies[-1].commits.tolist()  # type: ignore[union-attr]
-        assert commit == [server + 5, 3, len(pieces), 0, -1, m.WANTS_WEIGHTS]
+        assert commit == [server + 5, 3, len(slices), 0, -1, m.WANTS_WEIGHTS]
 
 
 def test_commits_are_sent_when_all_servers_have_all_other_slices() -> None:
@@ -204,7 +204,7 @@ def test_a_reply_about_lost_slices_that_weights_have_overtaken_changes_no_weight
     def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
         if server == 1 or len(bench.servers.bodies(m.Contribute, 0)) > sent_at_first:
             return [bench.weights(server, 9.0)]
-        some = [torch.full((piece.length,), 9.0) for piece in bench.plan.slices_of(0)[:slices]]
+        some = [torch.full((slice_.length,), 9.0) for slice_ in bench.plan.slices_of(0)[:slices]]
         return [weights(SLOT, some, 3), m.Missing(5, 3, (SLOT,))]
 
     bench, sent_at_first = Bench(2, act, 8 * 4096), 99

@@ -58,8 +58,8 @@ class Job:
     def push(self, *values: float, predict_hypers: Callable[[], bytes] = bytes) -> None:
         """Have both workers send all slices ahead; the first one then looks what has come."""
         for client, table, value in zip(self.clients, self.tables, values, strict=True):
-            for piece in table.plan.slices:
-                client.rounds.push_eagerly(table, piece, [torch.full((piece.used,), value)], predict_hypers)
+            for slice_ in table.plan.slices:
+                client.rounds.push_eagerly(table, slice_, [torch.full((slice_.used,), value)], predict_hypers)
         self.clients[0]._session.process_received()
 
     def play(self, *values: float | Tensor | None, **said: Any) -> list[float]:
@@ -190,9 +190,9 @@ def test_keys_without_elements_are_pushed_as_others_are() -> None:
     given = {"float32": torch.ones(NUMEL), "float64": torch.ones(0, dtype=torch.float64)}
     for round_ in range(4):
         for client, table in zip(clients, tables, strict=True) if round_ else ():
-            for piece in table.plan.slices:
-                parts = [torch.ones(one.numel, dtype=given[piece.dtype].dtype) for one in piece.segments]
-                client.rounds.push_eagerly(table, piece, parts)
+            for slice_ in table.plan.slices:
+                parts = [torch.ones(one.numel, dtype=given[slice_.dtype].dtype) for one in slice_.segments]
+                client.rounds.push_eagerly(table, slice_, parts)
         arenas = [{"float32": out, "float64": given["float64"].clone()} for out in outs]
         play(clients, [Contribution([t], [given], [a]) for t, a in zip(tables, arenas, strict=True)])
     assert [out.unique().tolist() for out in outs] == [[2.0], [2.0]]

@@ -239,12 +239,12 @@ def test_weights_may_be_limited_to_more_than_their_dtype_holds() -> None:
 
 def test_nadam_gives_every_key_its_own_momentum_schedule() -> None:
     optimizer = create("nadam", lr=0.1)
-    piece = make_plan([TensorSpec(name, (3,), "float32") for name in "ab"], 1).slices[0]
-    state, flat = empty(piece), torch.zeros(piece.length)
+    slice_ = make_plan([TensorSpec(name, (3,), "float32") for name in "ab"], 1).slices[0]
+    state, flat = empty(slice_), torch.zeros(slice_.length)
     for _ in range(4):
-        update_slice(optimizer, piece, flat, torch.ones(piece.length), state, [optimizer.hyper] * 2)
+        update_slice(optimizer, slice_, flat, torch.ones(slice_.length), state, [optimizer.hyper] * 2)
     alone = train(create("nadam", lr=0.1), torch.zeros(3), [torch.ones(3)] * 4)
-    for segment in piece.segments:
+    for segment in slice_.segments:
         assert torch.equal(flat[segment.start : segment.start + 3], alone)
 
 

@@ -95,21 +95,21 @@ def plan(dtype: str, servers: int = 1) -> Plan:
 def run(optimizer: Optimizer, layout: Plan, steps: int, together: bool = True) -> list[Tensor]:
     """Weights per key after updates with a gradient of 0.5, from weights of 1."""
     keys = [torch.ones(spec.numel, dtype=getattr(torch, spec.dtype)) for spec in layout.specs]
-    for piece in reversed(layout.slices):
-        dtype = getattr(torch, piece.dtype)
-        weight, state = torch.zeros(piece.length, dtype=dtype), empty(piece)
-        for s in piece.segments:
+    for slice_ in reversed(layout.slices):
+        dtype = getattr(torch, slice_.dtype)
+        weight, state = torch.zeros(slice_.length, dtype=dtype), empty(slice_)
+        for s in slice_.segments:
             weight[s.start : s.start + s.numel] = 1.0
-        names = [NAMES[s.key] for s in piece.segments]
+        names = [NAMES[s.key] for s in slice_.segments]
         everyone = [True] * len(names)
         alone = [[i == j for j in range(len(names))] for i in range(len(names))]
         for _ in range(steps):
             for present in [everyone] if together else alone:
-                grad = torch.zeros(piece.length, dtype=torch.promote_types(dtype, torch.float32))
+                grad = torch.zeros(slice_.length, dtype=torch.promote_types(dtype, torch.float32))
                 grad[weight != 0] = 0.5
                 hypers = [optimizer.hyper] * len(names)
-                update_slice(optimizer, piece, weight, grad, state, hypers, present, names)
-        for s in piece.segments:
+                update_slice(optimizer, slice_, weight, grad, state, hypers, present, names)
+        for s in slice_.segments:
             keys[s.key][s.key_start : s.key_start + s.numel] = weight[s.start : s.start + s.numel]
             weight[s.start : s.start + s.numel] = 0.0
         assert not weight.any()
@@ -143,11 +143,11 @@ def test_sgld_has_the_same_bits_where_a_long_key_is_cut() -> None:
     for cuts in ([0, numel], [0, 16, 40_000, numel]):
         parts = []
         for start, end in itertools.pairwise(cuts):
-            piece = Slice(
+            slice_ = Slice(
                 0, "float32", start, end - start, end - start, (Segment(0, 0, start, end - start),), 0
             )
-            weight, grad = torch.ones(piece.length), torch.full((piece.length,), 0.5)
-            update_slice(optimizer, piece, weight, grad, empty(piece), [optimizer.hyper], names=["w"])
+            weight, grad = torch.ones(slice_.length), torch.full((slice_.length,), 0.5)
+            update_slice(optimizer, slice_, weight, grad, empty(slice_), [optimizer.hyper], names=["w"])
             parts.append(weight)
         ends.append(torch.cat(parts))
     assert torch.equal(*ends)

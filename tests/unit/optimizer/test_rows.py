@@ -273,7 +273,7 @@ SIZES = {
 }
 
 
-def random_pieces(sizes: list[int]) -> list[Tensor]:
+def random_fragments(sizes: list[int]) -> list[Tensor]:
     gen = torch.Generator().manual_seed(len(sizes))
     return [torch.randn(size, generator=gen) for size in sizes]
 
@@ -286,20 +286,20 @@ def random_pieces(sizes: list[int]) -> list[Tensor]:
 def test_each_element_is_multiplied_clipped_and_multiplied_and_meets_what_lies_beside_it(
     sizes: list[int], scale: float, bound: float | None, factor: float
 ) -> None:
-    pieces = random_pieces(sizes)
-    given = torch.cat(pieces)
+    fragments = random_fragments(sizes)
+    given = torch.cat(fragments)
     want = given * scale
     want = (want if bound is None else want.clamp(-bound, bound)) * factor
     flats = torch.arange(float(len(given))), torch.zeros(len(given))
     for tensors, (places, outs) in aligned_fragments(
-        GradFragments(pieces, scale, bound), *flats, factor=factor
+        GradFragments(fragments, scale, bound), *flats, factor=factor
     ):
         for tensor, place, out in zip(tensors, places, outs, strict=True):
             assert out.tolist() == [0.0] * len(tensor)
             assert place[0] == out.storage_offset()
             out.copy_(tensor)
     assert torch.equal(flats[1], want)
-    assert torch.equal(torch.cat(pieces), given)
+    assert torch.equal(torch.cat(fragments), given)
 
 
 def test_memory_that_is_cut_again_alike_gives_the_same_parts() -> None:
@@ -322,9 +322,9 @@ def test_memory_that_an_update_did_not_cut_is_let_go_by_the_next_one() -> None:
 
 
 def test_what_is_used_as_it_lies_is_not_copied() -> None:
-    pieces = random_pieces(SIZES["longer than a block"])
-    [(tensors, _)] = aligned_fragments(GradFragments(pieces), torch.zeros(sum(map(len, pieces))))
-    assert [tensor.data_ptr() for tensor in tensors] == [piece.data_ptr() for piece in pieces]
+    fragments = random_fragments(SIZES["longer than a block"])
+    [(tensors, _)] = aligned_fragments(GradFragments(fragments), torch.zeros(sum(map(len, fragments))))
+    assert [tensor.data_ptr() for tensor in tensors] == [one.data_ptr() for one in fragments]
 
 
 def test_a_whole_gradient_is_one_piece() -> None:
@@ -336,6 +336,6 @@ def test_a_whole_gradient_is_one_piece() -> None:
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_blocks_begin_on_lines_and_stay_in_the_cache(sizes: list[int]) -> None:
     flat = torch.zeros(sum(sizes))
-    for [tensor], [[place]] in aligned_fragments(GradFragments(random_pieces(sizes), 0.5), flat):
+    for [tensor], [[place]] in aligned_fragments(GradFragments(random_fragments(sizes), 0.5), flat):
         assert 0 < len(tensor) <= CACHED
         assert place.storage_offset() % 16 == 0

@@ -15,13 +15,13 @@ from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.optimizer_slices import state_of
 
 SHAPES = {"a": (3,), "b": (7, 13), "never": (20,)}
-[PIECE] = make_plan([TensorSpec(name, shape, "float16") for name, shape in SHAPES.items()], 1).slices
-PARTS = [slice(s.start, s.start + s.numel) for s in PIECE.segments]
+[SLICE] = make_plan([TensorSpec(name, shape, "float16") for name, shape in SHAPES.items()], 1).slices
+PARTS = [slice(s.start, s.start + s.numel) for s in SLICE.segments]
 
 
 def states() -> States:
     """One segment as an elementwise optimizer keeps it, one as an optimizer of whole keys, and one without any."""
-    found = States.of_slice(PIECE)
+    found = States.of_slice(SLICE)
     own: dict[str, Any] = {"m": torch.arange(3.0), "schedule": 0.5}
     found.keep(0, 1, PARTS[0], State(own, 4, torch.ones(3)))
     values: dict[str, Any] = {
@@ -42,7 +42,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_every_entry_comes_back_in_its_shape_and_dtype() -> None:
-    kept, got = states(), unpack_states(PIECE, *pack_states(states()))
+    kept, got = states(), unpack_states(SLICE, *pack_states(states()))
     assert got.steps.tolist() == [4, 5, 0]
     for at in range(3):
         before, after = state_of(kept, at), state_of(got, at)
@@ -52,7 +52,7 @@ def test_every_entry_comes_back_in_its_shape_and_dtype() -> None:
 
 def test_what_comes_back_shares_no_memory_with_the_message() -> None:
     summary, data = pack_states(states())
-    first, second = (unpack_states(PIECE, summary, data) for _ in range(2))
+    first, second = (unpack_states(SLICE, summary, data) for _ in range(2))
     average = first.entries[1]["exp_avg"]
     assert isinstance(average, Tensor)
     average.fill_(9)
@@ -63,7 +63,7 @@ def test_the_state_of_another_slice_is_refused() -> None:
     longer = [TensorSpec(name, shape, "float16") for name, shape in {**SHAPES, "never": (90,)}.items()]
     [other] = make_plan(longer, 1).slices
     [single] = make_plan([TensorSpec("a", (30,), "float16")], 1).slices
-    with pytest.raises(ProtocolError, match=rf"'m' has the shape .*{PIECE.length}.* slice {other.length}"):
+    with pytest.raises(ProtocolError, match=rf"'m' has the shape .*{SLICE.length}.* slice {other.length}"):
         unpack_states(other, *pack_states(states()))
     with pytest.raises(ProtocolError, match="it has 3 segments, the slice has 1"):
         unpack_states(single, *pack_states(states()))
@@ -88,11 +88,11 @@ def test_the_state_of_another_slice_is_refused() -> None:
 def test_a_summary_that_does_not_describe_the_bytes_is_refused(entry: str, value: Any, reason: str) -> None:
     summary, data = pack_states(states())
     with pytest.raises(ProtocolError, match=f"slice 0: .*{reason}"):
-        unpack_states(PIECE, {**summary, entry: value}, data)
+        unpack_states(SLICE, {**summary, entry: value}, data)
 
 
 @pytest.mark.parametrize("cut", [1, 100])
 def test_bytes_that_end_too_early_are_refused(cut: int) -> None:
     summary, data = pack_states(states())
     with pytest.raises(ProtocolError, match="are left"):
-        unpack_states(PIECE, summary, data[:-cut])
+        unpack_states(SLICE, summary, data[:-cut])

@@ -109,9 +109,9 @@ def test_twenty_steps_equal_torchs_loop_with_late_and_absent_keys(case: Case) ->
     weights, grads = problem()
     expected, oracle = torch_loop(cls, options, weights, grads)
     optimizer = create(cls, **options)
-    piece = make_plan([TensorSpec(str(i), shape, "float64") for i, shape in enumerate(SHAPES)], 1).slices[0]
-    flat, state = torch.zeros(piece.length, dtype=torch.float64), empty(piece)
-    parts = [slice(s.start, s.start + s.numel) for s in piece.segments]
+    slice_ = make_plan([TensorSpec(str(i), shape, "float64") for i, shape in enumerate(SHAPES)], 1).slices[0]
+    flat, state = torch.zeros(slice_.length, dtype=torch.float64), empty(slice_)
+    parts = [slice(s.start, s.start + s.numel) for s in slice_.segments]
     for part, weight in zip(parts, weights, strict=True):
         flat[part] = weight.reshape(-1)
     hypers = [{**optimizer.hyper, "lr": optimizer.lr * (i + 1)} for i in range(len(SHAPES))]
@@ -120,7 +120,7 @@ def test_twenty_steps_equal_torchs_loop_with_late_and_absent_keys(case: Case) ->
         for i, part in enumerate(parts):
             if present[i]:
                 change[part] = row[i].reshape(-1)
-        update_slice(optimizer, piece, flat, change, state, hypers, present)
+        update_slice(optimizer, slice_, flat, change, state, hypers, present)
     for i, (part, param) in enumerate(zip(parts, expected, strict=True)):
         assert (flat[part] - param.detach().reshape(-1)).abs().max() <= 1e-12
         mine = state_of(state, i)

@@ -68,15 +68,15 @@ def test_a_limit_beyond_all_numbers_of_the_dtype_limits_infinities_alone(name: A
 
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
 def test_bits_do_not_depend_on_which_neighbours_are_updated_in_the_same_run(name: Any) -> None:
-    piece, optimizer = small_slice(), make(name)
-    together, apart = filled(piece, 0), filled(piece, 0)
-    state, other = empty(piece), empty(piece)
+    slice_, optimizer = small_slice(), make(name)
+    together, apart = filled(slice_, 0), filled(slice_, 0)
+    state, other = empty(slice_), empty(slice_)
     hypers = [optimizer.hyper] * len(SHAPES)
     for step in range(3):
-        update_slice(optimizer, piece, together, filled(piece, step + 1), state, hypers)
+        update_slice(optimizer, slice_, together, filled(slice_, step + 1), state, hypers)
         alone = [[i == j for j in range(len(SHAPES))] for i in range(len(SHAPES))]
         for present in alone if step else [[True] * len(SHAPES)]:
-            update_slice(optimizer, piece, apart, filled(piece, step + 1), other, hypers, present)
+            update_slice(optimizer, slice_, apart, filled(slice_, step + 1), other, hypers, present)
     assert torch.equal(together, apart)
     assert state.steps.tolist() == other.steps.tolist() == [3] * len(SHAPES)
 
@@ -88,28 +88,28 @@ def test_bits_do_not_depend_on_where_a_key_is_cut(name: Any) -> None:
     together, apart = filled(whole, 0), filled(whole, 0)
     state = empty(whole)
     parts = [(a * unit, big_slice((b - a) * unit)) for a, b in itertools.pairwise(cuts)]
-    others = [empty(piece) for _, piece in parts]
+    others = [empty(slice_) for _, slice_ in parts]
     for step in range(3):
         grad = filled(whole, step + 1)
-        for (start, piece), other in zip(parts, others, strict=True):
-            at = slice(start, start + piece.length)
-            update_slice(optimizer, piece, apart[at], grad[at].clone(), other, [optimizer.hyper])
+        for (start, slice_), other in zip(parts, others, strict=True):
+            at = slice(start, start + slice_.length)
+            update_slice(optimizer, slice_, apart[at], grad[at].clone(), other, [optimizer.hyper])
         update_slice(optimizer, whole, together, grad, state, [optimizer.hyper])
     assert torch.equal(together, apart)
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
 def test_padding_stays_zero(name: Any) -> None:
-    piece, optimizer = small_slice(), make(name)
+    slice_, optimizer = small_slice(), make(name)
     if "eps" in optimizer.hyper:
         optimizer = make(name, eps=0.0)
-    weight, state = filled(piece, 0), empty(piece)
+    weight, state = filled(slice_, 0), empty(slice_)
     for step in range(2):
         update_slice(
-            optimizer, piece, weight, filled(piece, step + 1), state, [optimizer.hyper] * len(SHAPES)
+            optimizer, slice_, weight, filled(slice_, step + 1), state, [optimizer.hyper] * len(SHAPES)
         )
     assert weight.isfinite().all()
-    assert not padding(piece, weight).any()
+    assert not padding(slice_, weight).any()
 
 
 def test_one_kernel_call_updates_all_keys_that_are_alike() -> None:
@@ -122,13 +122,18 @@ def test_one_kernel_call_updates_all_keys_that_are_alike() -> None:
         def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
             sizes.append(weight.numel())
 
-    piece, optimizer = small_slice(), Counting()
-    weight, state = filled(piece, 0), empty(piece)
+    slice_, optimizer = small_slice(), Counting()
+    weight, state = filled(slice_, 0), empty(slice_)
     equal = [dict(optimizer.hyper) for _ in SHAPES]
-    update_slice(optimizer, piece, weight, filled(piece, 1), state, equal)
-    update_slice(optimizer, piece, weight, filled(piece, 1), state, equal, [True, True, False, True, True])
+    update_slice(optimizer, slice_, weight, filled(slice_, 1), state, equal)
+    update_slice(optimizer, slice_, weight, filled(slice_, 1), state, equal, [True, True, False, True, True])
     update_slice(
-        optimizer, piece, weight, filled(piece, 1), state, [{**h, "lr": 1.0 * i} for i, h in enumerate(equal)]
+        optimizer,
+        slice_,
+        weight,
+        filled(slice_, 1),
+        state,
+        [{**h, "lr": 1.0 * i} for i, h in enumerate(equal)],
     )
     # Elements with their padding: all; all but those of key 2; each key that is not empty by itself.
     assert sizes == [rounded_up(n) for n in (160, 32, 80, 32, 48, 16, 64)]
@@ -143,18 +148,18 @@ HALVES = [torch.float16, torch.bfloat16]
 def test_every_element_moves_as_in_float64(name: str, dtype: torch.dtype, master: bool) -> None:
     # What float64 computes is compared with torch's loop and with formulas in the tests of the two families.
     numel, optimizer = 77, make(name, multi_precision=master)
-    piece, exact = (
+    slice_, exact = (
         make_plan([TensorSpec("w", (numel,), d)], 1).slices[0] for d in (str(dtype)[6:], "float64")
     )
-    weight, state = filled(piece, 0).to(dtype), empty(piece)
+    weight, state = filled(slice_, 0).to(dtype), empty(slice_)
     reference, oracle = weight[: exact.length].double(), empty(exact)
     start = weight.clone()
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     for step in range(5):
-        grad = filled(piece, step + 1).abs() + 0.5
+        grad = filled(slice_, step + 1).abs() + 0.5
         grad[numel:] = 0.0
         exact_grad = grad[: exact.length].double()
-        update_slice(optimizer, piece, weight, grad.to(compute), state, [optimizer.hyper])
+        update_slice(optimizer, slice_, weight, grad.to(compute), state, [optimizer.hyper])
         update_slice(optimizer, exact, reference, exact_grad, oracle, [optimizer.hyper])
     roundings = 1 if master and dtype in HALVES else 5
     error = (weight[:numel].double() - reference[:numel]).abs() / reference[:numel].abs().clamp(min=1)
@@ -164,51 +169,51 @@ def test_every_element_moves_as_in_float64(name: str, dtype: torch.dtype, master
 
 def test_half_weights_without_a_master_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for options, mentions in ((dict(multi_precision=True), 0), ({}, 1)):
-        piece, optimizer = small_slice("bfloat16"), create("sgd", **options)
-        state, weight = empty(piece), filled(piece, 0).bfloat16()
+        slice_, optimizer = small_slice("bfloat16"), create("sgd", **options)
+        state, weight = empty(slice_), filled(slice_, 0).bfloat16()
         for _ in range(3):
-            update_slice(optimizer, piece, weight, filled(piece, 1), state, [optimizer.hyper] * len(SHAPES))
+            update_slice(optimizer, slice_, weight, filled(slice_, 1), state, [optimizer.hyper] * len(SHAPES))
         assert caplog.text.count("sgd updates bfloat16 weights without multi_precision") == mentions
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_moved_segment_by_segment_continues_to_the_bit(name: Any, dtype: str) -> None:
-    piece, optimizer = small_slice(dtype), make(name, multi_precision=True)
-    weight = filled(piece, 0).to(getattr(torch, dtype))
-    state, moved = empty(piece), empty(piece)
+    slice_, optimizer = small_slice(dtype), make(name, multi_precision=True)
+    weight = filled(slice_, 0).to(getattr(torch, dtype))
+    state, moved = empty(slice_), empty(slice_)
     hypers = [optimizer.hyper] * len(SHAPES)
     for step in range(2):
-        update_slice(optimizer, piece, weight, filled(piece, step + 1), state, hypers)
+        update_slice(optimizer, slice_, weight, filled(slice_, step + 1), state, hypers)
     other = weight.clone()
     for i in range(len(SHAPES)):
         replace_state(moved, i, state_of(state, i))
     for w, s in ((weight, state), (other, moved)):
-        update_slice(optimizer, piece, w, filled(piece, 9), s, hypers)
+        update_slice(optimizer, slice_, w, filled(slice_, 9), s, hypers)
     assert torch.equal(weight, other)
     assert moved.steps.tolist() == state.steps.tolist() == [3] * len(SHAPES)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])
 def test_replaced_weights_win_over_the_master_and_others_keep_theirs(dtype: torch.dtype) -> None:
-    piece, optimizer = small_slice(str(dtype)[6:]), create("sgd", lr=1.0, multi_precision=True)
-    weight, state = torch.ones(piece.length, dtype=dtype), empty(piece)
-    small = torch.full((piece.length,), 2.0**-13)
-    update_slice(optimizer, piece, weight, small.clone(), state, [optimizer.hyper] * len(SHAPES))
+    slice_, optimizer = small_slice(str(dtype)[6:]), create("sgd", lr=1.0, multi_precision=True)
+    weight, state = torch.ones(slice_.length, dtype=dtype), empty(slice_)
+    small = torch.full((slice_.length,), 2.0**-13)
+    update_slice(optimizer, slice_, weight, small.clone(), state, [optimizer.hyper] * len(SHAPES))
     weight[:30] = 7.0
-    update_slice(optimizer, piece, weight, small.clone(), state, [optimizer.hyper] * len(SHAPES))
+    update_slice(optimizer, slice_, weight, small.clone(), state, [optimizer.hyper] * len(SHAPES))
     assert state_of(state, 0)["master"].eq(7.0 - 2.0**-13).all()  # type: ignore[union-attr]
     assert state_of(state, 4)["master"].eq(1.0 - 2.0**-12).all()  # type: ignore[union-attr]
 
 
 def test_neighbours_with_different_scalars_are_not_updated_as_one() -> None:
-    piece, optimizer = small_slice("float64"), make("torch:NAdam")
-    weight, state = filled(piece, 0, torch.float64), empty(piece)
+    slice_, optimizer = small_slice("float64"), make("torch:NAdam")
+    weight, state = filled(slice_, 0, torch.float64), empty(slice_)
     first = [{**optimizer.hyper, "momentum_decay": 0.1 * i} for i in range(len(SHAPES))]
-    update_slice(optimizer, piece, weight, filled(piece, 1, torch.float64), state, first)
+    update_slice(optimizer, slice_, weight, filled(slice_, 1, torch.float64), state, first)
     before = [float(state_of(state, i)["mu_product"]) for i in (0, 2, 3, 4)]
     update_slice(
-        optimizer, piece, weight, filled(piece, 2, torch.float64), state, [optimizer.hyper] * len(SHAPES)
+        optimizer, slice_, weight, filled(slice_, 2, torch.float64), state, [optimizer.hyper] * len(SHAPES)
     )
     after = [float(state_of(state, i)["mu_product"]) for i in (0, 2, 3, 4)]
     assert len(set(before)) == 4

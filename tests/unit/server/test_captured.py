@@ -36,7 +36,7 @@ class Repeating(EngineJob):
     ) -> list[Any]:
         """Let a rank give a round; all answers, to whomever."""
         first = table * len(self.slices)
-        given = [(first + piece.index, torch.full((piece.length,), value)) for piece in self.slices]
+        given = [(first + slice_.index, torch.full((slice_.length,), value)) for slice_ in self.slices]
         said = {"timeout": 30.0, "flags": m.WANTS_WEIGHTS, **said}
         body = contribution(given, round_, table, len(given), **said)
         number = 1000 * round_ + rank if number is None else number

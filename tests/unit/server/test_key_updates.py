@@ -70,9 +70,9 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def test_the_biggest_keys_have_several_slices_and_lie_on_one_server_each() -> None:
     client = client_of(3)
     [table] = client.register({"t": plan_of(SHAPES).specs}, whole_keys=True)
-    pieces = {key: table.plan.slices_with(key) for key in (1, 3)}
-    assert all(len(of_key) >= 3 for of_key in pieces.values())
-    assert all(len({piece.server for piece in of_key}) == 1 for of_key in pieces.values())
+    slices = {key: table.plan.slices_with(key) for key in (1, 3)}
+    assert all(len(of_key) >= 3 for of_key in slices.values())
+    assert all(len({slice_.server for slice_ in of_key}) == 1 for of_key in slices.values())
     assert set(table.plan.servers) == {0, 1, 2}
 
 
@@ -126,13 +126,13 @@ def gradients(unit: Unit, seed: int) -> list[dict[int, torch.Tensor]]:
     gen, found = torch.Generator().manual_seed(seed), []
     for _ in range(2):
         found.append({})
-        for slot, piece in enumerate(unit.slices):
-            values = torch.zeros(piece.length)
-            for segment in piece.segments:
+        for slot, slice_ in enumerate(unit.slices):
+            values = torch.zeros(slice_.length)
+            for segment in slice_.segments:
                 values[segment.start : segment.start + segment.numel] = torch.randn(
                     segment.numel, generator=gen
                 )
-            found[-1][slot] = values.to(torch_dtype(piece.dtype))
+            found[-1][slot] = values.to(torch_dtype(slice_.dtype))
     return found
 
 
@@ -182,10 +182,10 @@ def test_parts_are_updated_as_the_whole_is(name: str, hyper: dict[str, float], d
                 ]
                 parted.update_part(some, optimizers[1], hypers[1], other, slot, begin, end)
         parted.count([other])
-        for slot, piece in enumerate(unit.slices):
+        for slot, slice_ in enumerate(unit.slices):
             assert torch.equal(whole.storage.padded[slot], parted.storage.padded[slot])
-            mine, theirs = whole.get_state(unit, piece.index), parted.get_state(other, piece.index)
-            assert mine.steps.tolist() == theirs.steps.tolist() == [round_ + 1] * len(piece.segments)
+            mine, theirs = whole.get_state(unit, slice_.index), parted.get_state(other, slice_.index)
+            assert mine.steps.tolist() == theirs.steps.tolist() == [round_ + 1] * len(slice_.segments)
             assert mine.tensors.keys() == theirs.tensors.keys()
             assert all(torch.equal(values, theirs.tensors[key]) for key, values in mine.tensors.items())
 

@@ -388,7 +388,7 @@ def test_ranks_that_count_one_by_one_give_no_parts() -> None:
 def test_a_table_without_room_for_its_copy_is_applied_when_all_have_committed(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    budget, size = job.engine.budget, 4 * sum(piece.length for piece in job.slices)
+    budget, size = job.engine.budget, 4 * sum(slice_.length for slice_ in job.slices)
     budget._limit = budget.used + size - 1
     job.half(0, 1)
     assert not job.came(0)
@@ -400,7 +400,7 @@ def test_a_table_without_room_for_its_copy_is_applied_when_all_have_committed(
 
 
 def test_the_copy_of_a_table_is_claimed_once_and_given_back_with_its_namespace(job: Job) -> None:
-    before, size = job.engine.budget.used, 4 * sum(piece.length for piece in job.slices)
+    before, size = job.engine.budget.used, 4 * sum(slice_.length for slice_ in job.slices)
     job.half(0, 1)
     assert job.engine.budget.used == before + size
     for rank in range(2):

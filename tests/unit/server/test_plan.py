@@ -47,7 +47,7 @@ def boundaries(plan: Plan) -> list[object]:
 
 
 def loads(plan: Plan) -> list[int]:
-    return [sum(piece.nbytes for piece in plan.slices_of(server)) for server in range(plan.num_servers)]
+    return [sum(slice_.nbytes for slice_ in plan.slices_of(server)) for server in range(plan.num_servers)]
 
 
 @given(models())
@@ -63,20 +63,20 @@ def test_every_element_lies_in_exactly_one_segment(specs: list[TensorSpec]) -> N
 def test_slices_tile_the_arena_of_their_dtype_on_64_byte_boundaries(specs: list[TensorSpec]) -> None:
     plan = make_plan(specs, 3)
     for dtype, size in plan.arena_sizes.items():
-        pieces = [piece for piece in plan.slices if piece.dtype == dtype]
-        assert [p.offset for p in pieces] == [sum(q.length for q in pieces[:i]) for i in range(len(pieces))]
-        assert sum(piece.length for piece in pieces) == size
-        for piece in pieces:
-            starts = [piece.offset, piece.length, *(piece.offset + s.start for s in piece.segments)]
+        slices = [slice_ for slice_ in plan.slices if slice_.dtype == dtype]
+        assert [p.offset for p in slices] == [sum(q.length for q in slices[:i]) for i in range(len(slices))]
+        assert sum(slice_.length for slice_ in slices) == size
+        for slice_ in slices:
+            starts = [slice_.offset, slice_.length, *(slice_.offset + s.start for s in slice_.segments)]
             assert all(start * ITEM_SIZE[dtype] % ALIGNMENT == 0 for start in starts)
 
 
 @given(models())
 def test_key_offsets_say_where_segments_lie(specs: list[TensorSpec]) -> None:
     plan = make_plan(specs, 3)
-    for piece in plan.slices:
-        for part in piece.segments:
-            assert plan.key_offsets[part.key] + part.key_start == piece.offset + part.start
+    for slice_ in plan.slices:
+        for part in slice_.segments:
+            assert plan.key_offsets[part.key] + part.key_start == slice_.offset + part.start
 
 
 @given(models())
@@ -87,7 +87,7 @@ def test_slice_boundaries_do_not_depend_on_the_number_of_servers(specs: list[Ten
 
 def test_a_big_key_is_cut_into_slices_of_its_own() -> None:
     plan = make_plan([spec("big", 1 << 16), spec("small", 3)], 2)
-    owners = [{segment.key for segment in piece.segments} for piece in plan.slices]
+    owners = [{segment.key for segment in slice_.segments} for slice_ in plan.slices]
     assert owners == [{1}, *[{0}] * 7, {0}]
 
 
@@ -154,8 +154,8 @@ def test_equal_inputs_give_equal_plans() -> None:
 
 
 def test_a_table_of_nothing_but_an_empty_key_has_one_empty_slice() -> None:
-    (piece,) = make_plan([spec("none", 0)], 2).slices
-    assert (piece.used, piece.length, len(piece.segments)) == (0, 0, 1)
+    (slice_,) = make_plan([spec("none", 0)], 2).slices
+    assert (slice_.used, slice_.length, len(slice_.segments)) == (0, 0, 1)
 
 
 def test_a_key_of_2_to_the_33_elements_is_laid_out_exactly() -> None:
@@ -215,10 +215,10 @@ def test_row_sparse_keys_lie_behind_what_workers_hold(servers: int) -> None:
     for spec, offset in zip(plan.specs, plan.key_offsets, strict=True):
         resident = plan.resident_sizes[spec.dtype]
         assert offset >= resident if spec.row_sparse else offset + spec.numel <= resident
-    for piece in plan.slices:
-        assert plan.is_resident(piece) == (piece.offset < plan.resident_sizes[piece.dtype])
-        if not plan.is_resident(piece):
-            assert len(piece.segments) == 1
+    for slice_ in plan.slices:
+        assert plan.is_resident(slice_) == (slice_.offset < plan.resident_sizes[slice_.dtype])
+        if not plan.is_resident(slice_):
+            assert len(slice_.segments) == 1
 
 
 def test_what_workers_hold_is_laid_out_as_if_there_were_no_tables_of_its_size() -> None:
@@ -233,16 +233,16 @@ def test_slices_of_a_table_hold_whole_rows() -> None:
     for key, spec in enumerate(MIXED):
         if spec.row_sparse:
             assert plan.takes_rows(key)
-            pieces = plan.slices_with(key)
-            assert sum(segment.numel for piece in pieces for segment in piece.segments) == spec.numel
+            slices = plan.slices_with(key)
+            assert sum(segment.numel for slice_ in slices for segment in slice_.segments) == spec.numel
     assert len(plan.slices_with(2)) > 4
 
 
 def test_resident_slices_are_those_of_each_server() -> None:
     plan = make_plan(MIXED, 3)
-    found = [piece for server in range(3) for piece in plan.resident_slices_of(server)]
-    assert {piece.index for piece in found} == {p.index for p in plan.slices if plan.is_resident(p)}
-    assert all(piece.server == server for server in range(3) for piece in plan.resident_slices_of(server))
+    found = [slice_ for server in range(3) for slice_ in plan.resident_slices_of(server)]
+    assert {slice_.index for slice_ in found} == {p.index for p in plan.slices if plan.is_resident(p)}
+    assert all(slice_.server == server for server in range(3) for slice_ in plan.resident_slices_of(server))
 
 
 def test_workers_that_disagree_on_what_is_row_sparse_are_told() -> None:
@@ -255,7 +255,7 @@ def test_workers_that_disagree_on_what_is_row_sparse_are_told() -> None:
 def test_the_longest_rows_that_are_promised_fit(width: int) -> None:
     plan = make_plan([TensorSpec("t", (5, width), "float32", row_sparse=True)], 1)
     assert plan.takes_rows(0)
-    assert all(piece.nbytes <= 1 << 20 for piece in plan.slices)
+    assert all(slice_.nbytes <= 1 << 20 for slice_ in plan.slices)
 
 
 SHAPES = ((1_000_000, 64), (1_000_000, 16), (100_000, 16), (10_000, 16), (6_000, 33), (3_000_000, 8))

@@ -35,8 +35,8 @@ from tests.support.messages import contribution
 
 def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:
     plan = make_plan([TensorSpec(f"k{i}", shape, dtype) for i, shape in enumerate(shapes)], 1)
-    [piece] = plan.slices
-    return plan, piece
+    [slice_] = plan.slices
+    return plan, slice_
 
 
 def as_bytes(data: Tensor) -> memoryview:
@@ -51,21 +51,21 @@ def rows_of(num: int, total: int, width: int, dtype: str = "float32", seed: int 
 
 @pytest.mark.parametrize("num", [2, 99])  # as ids, as bits
 def test_ids_that_were_checked_hold_whatever_is_written_afterwards_where_they_came_from(num: int) -> None:
-    plan, piece = one_slice((100, 3))
+    plan, slice_ = one_slice((100, 3))
     rows = rows_of(num, 100, 3)
-    data = as_bytes(encode_rows(plan, piece, {0: rows}))
-    back = decode_rows(plan, piece, data)[0][0]
+    data = as_bytes(encode_rows(plan, slice_, {0: rows}))
+    back = decode_rows(plan, slice_, data)[0][0]
     assert isinstance(back, RowSet)
     data[:] = bytes(len(data))
     assert torch.equal(back.ids, rows.ids)
 
 
 def test_a_slice_carries_the_numbers_of_some_keys_rows_of_others_and_nothing_of_the_rest() -> None:
-    plan, piece = one_slice((10,), (7, 3), (5, 2), (100, 3))
+    plan, slice_ = one_slice((10,), (7, 3), (5, 2), (100, 3))
     numbers, two, five = torch.arange(10.0), rows_of(2, 7, 3), rows_of(5, 5, 2)
-    data = encode_rows(plan, piece, {0: numbers, 1: two, 2: five})
+    data = encode_rows(plan, slice_, {0: numbers, 1: two, 2: five})
     assert data.numel() < 300
-    back, _ = decode_rows(plan, piece, as_bytes(data))
+    back, _ = decode_rows(plan, slice_, as_bytes(data))
     assert sorted(back) == [0, 1, 2]
     assert torch.equal(back[0], numbers)  # type: ignore[arg-type]
     assert torch.equal(back[2].values, five.values)  # type: ignore[operator]
@@ -74,22 +74,22 @@ def test_a_slice_carries_the_numbers_of_some_keys_rows_of_others_and_nothing_of_
 @pytest.mark.parametrize("width", [1, 4])
 def test_all_rows_of_the_largest_slice_fit_into_a_frame(width: int) -> None:
     plan = make_plan([TensorSpec("k", (1 << 22, width), "float32")], 1)
-    piece = max(plan.slices, key=lambda one: one.used)
-    count = piece.segments[0].numel // width
+    slice_ = max(plan.slices, key=lambda one: one.used)
+    count = slice_.segments[0].numel // width
     rows = RowSet(torch.arange(count), torch.zeros(count, width))
-    assert encode_rows(plan, piece, {0: rows}).numel() <= MAX_FRAME
+    assert encode_rows(plan, slice_, {0: rows}).numel() <= MAX_FRAME
 
 
 def test_few_rows_take_few_bytes() -> None:
-    plan, piece = one_slice((1000, 4))
-    assert encode_rows(plan, piece, {0: rows_of(3, 1000, 4)}).numel() == 88
+    plan, slice_ = one_slice((1000, 4))
+    assert encode_rows(plan, slice_, {0: rows_of(3, 1000, 4)}).numel() == 88
 
 
 def test_every_slice_of_a_key_gets_its_rows_and_those_without_any_an_empty_part() -> None:
     plan = make_plan([TensorSpec("k", (10_000, 10), "float32")], 3)
     ids = torch.tensor([0, 1, 4_999, 9_999])
     parts = split_rows(plan, {0: RowSet(ids, torch.arange(4.0)[:, None].expand(4, 10))})
-    assert sorted(parts) == [piece.index for piece in plan.slices]
+    assert sorted(parts) == [slice_.index for slice_ in plan.slices]
     found = []
     for index, own in parts.items():
         [(position, rows)] = own.items()
@@ -101,7 +101,7 @@ def test_every_slice_of_a_key_gets_its_rows_and_those_without_any_an_empty_part(
 
 def test_rows_too_long_for_a_slice_are_cut_all_the_same() -> None:
     plan = make_plan([TensorSpec("k", (3, 300_000), "float32")], 1)
-    assert max(piece.nbytes for piece in plan.slices) <= 1 << 20
+    assert max(slice_.nbytes for slice_ in plan.slices) <= 1 << 20
     assert not plan.takes_rows(0)
 
 
@@ -136,20 +136,20 @@ def _head(*numbers: int) -> bytes:
     ],
 )
 def test_malformed_rows_are_a_protocol_error_that_says_what_is_wrong(data: bytes, text: str) -> None:
-    plan, piece = one_slice((10, 3))
+    plan, slice_ = one_slice((10, 3))
     with pytest.raises(ProtocolError, match=text):
-        decode_rows(plan, piece, memoryview(bytearray(data)))
+        decode_rows(plan, slice_, memoryview(bytearray(data)))
 
 
 def test_random_bytes_are_rows_or_a_protocol_error() -> None:
-    plan, piece = one_slice((10, 3), (4,))
+    plan, slice_ = one_slice((10, 3), (4,))
     outcomes = Counter[bool]()
 
     @settings(max_examples=800)
     @given(st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 255]), max_size=120))
     def check(data: list[int]) -> None:
         try:
-            decode_rows(plan, piece, memoryview(bytearray(data)))
+            decode_rows(plan, slice_, memoryview(bytearray(data)))
         except ProtocolError:
             outcomes[True] += 1
         else:
@@ -169,7 +169,7 @@ def ids(*rows: int) -> torch.Tensor:
 
 def started(version: int = 0) -> StoredRowChanges:
     """A log that somebody has asked."""
-    changes = StoredRowChanges(group_slices([(piece.segments[0].key, piece) for piece in PLAN.slices]))
+    changes = StoredRowChanges(group_slices([(slice_.segments[0].key, slice_) for slice_ in PLAN.slices]))
     assert changes.since(0, version, version) == {}
     return changes
 
@@ -180,7 +180,7 @@ def named(changes: StoredRowChanges, held: int, version: int) -> dict[int, list[
 
 
 def test_what_came_before_the_first_question_is_not_known() -> None:
-    changes = StoredRowChanges(group_slices([(piece.segments[0].key, piece) for piece in PLAN.slices]))
+    changes = StoredRowChanges(group_slices([(slice_.segments[0].key, slice_) for slice_ in PLAN.slices]))
     changes.record(0, 0, ids(1))
     assert changes.since(0, 3, 4) is None
     assert changes.since(0, 4, 4) == {}
@@ -268,9 +268,9 @@ class Job:
 
 def record(job: Job, ids: Sequence[int], at: int = 0, slices: int = SLICES) -> bytes:
     """Rows of ones of some slices from one on, counted from there; in the form of ids."""
-    piece = job.tables[0].plan.slices[at]
+    slice_ = job.tables[0].plan.slices[at]
     rows = RowSet(torch.tensor(ids), torch.ones(len(ids), WIDTH))
-    return encode_rows(job.tables[0].plan, piece, {0: rows}, slices).numpy().tobytes()
+    return encode_rows(job.tables[0].plan, slice_, {0: rows}, slices).numpy().tobytes()
 
 
 def altered(data: bytes, at: int, *numbers: int) -> bytes:

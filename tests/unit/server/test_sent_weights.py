@@ -120,8 +120,8 @@ def test_a_key_that_no_round_updates_stays_as_workers_saw_it_last_until_one_does
     sent, drawn = Deltas(codec, storage, unit), torch.Generator().manual_seed(0)
     places = {
         (segment.key, segment.key_start): (slot, slice(segment.start, segment.start + segment.numel))
-        for slot, piece in sent._pieces.items()
-        for segment in piece.segments
+        for slot, slice_ in sent._slices.items()
+        for segment in slice_.segments
     }
 
     def of(key: int) -> list[Tensor]:
@@ -154,7 +154,7 @@ def test_a_key_that_no_round_updates_stays_as_it_is_whatever_numbers_are_in_it_o
     storage, codec = Storage(), make_codec({"type": "int8"})
     unit = storage.add(make_plan([TensorSpec(name, (100,), dtype) for name in "ab"], 1), 0, None)
     sent, weights = Deltas(codec, storage, unit), storage.padded[unit.first]
-    places = [one.start for one in sent._pieces[unit.first].segments]
+    places = [one.start for one in sent._slices[unit.first].segments]
     still, other = (slice(start, start + 100) for start in places)
     weights[:] = torch.linspace(-1, 1, len(weights))
     weights[still][:2] = torch.tensor([float("inf"), -float("inf")])
@@ -220,9 +220,9 @@ def test_a_key_that_no_round_updates_stays_beside_one_whose_weights_are_not_fini
     storage, sizes = Storage(), (100, 200)
     specs = [TensorSpec(name, (size,), "float32") for name, size in zip("ab", sizes, strict=True)]
     unit = storage.add(make_plan(specs, 1), 0, None)
-    [piece] = unit.plan.slices
+    [slice_] = unit.plan.slices
     sent, slot = Deltas(make_codec({"type": "topk"}), storage, unit), unit.first
-    frozen, other = (slice(one.start, one.start + one.numel) for one in piece.segments)
+    frozen, other = (slice(one.start, one.start + one.numel) for one in slice_.segments)
     sent.follow(0)
     storage.padded[slot][frozen] += torch.arange(100.0)
     sent.record_round(())

@@ -37,16 +37,16 @@ def give(unit: Unit, rank: int, step: int) -> dict[int, Any]:
 
 
 def weights(shard: Shard, unit: Unit) -> Tensor:
-    return torch.cat([shard.visible(unit, piece.index) for piece in unit.slices])
+    return torch.cat([shard.visible(unit, slice_.index) for slice_ in unit.slices])
 
 
 def one_run(shard: Shard, units: Sequence[Unit], given: Sequence[Mapping[int, Tensor]]) -> list[Run]:
     """What a rank gives to neighbouring units: one tensor for those that are neighbours in memory, padding included."""
     runs: list[Run] = []
     for unit, payloads in zip(units, given, strict=True):
-        for piece in unit.slices:
-            slot = unit.slots[piece.index]
-            padded = torch.nn.functional.pad(payloads[piece.index], (0, piece.length - piece.used))
+        for slice_ in unit.slices:
+            slot = unit.slots[slice_.index]
+            padded = torch.nn.functional.pad(payloads[slice_.index], (0, slice_.length - slice_.used))
             if runs and runs[-1].end == slot and shard.storage.is_next(slot - 1, slot):
                 assert isinstance(runs[-1].payload, Tensor)
                 runs[-1] = Run(runs[-1].first, slot + 1, torch.cat([runs[-1].payload, padded]))
@@ -137,7 +137,7 @@ def test_rows_have_the_same_bits_on_any_number_of_servers(
                 parts = [given_to(shard, {index: one[index] for index in unit.slots}, 0.3) for one in given]
                 shard.update(parts, optimizer, [[optimizer.hyper]])
         slices = {p.index: shards[p.server].visible(units[p.server], p.index) for p in plan.slices}
-        ends.append(torch.cat([slices[piece.index] for piece in plan.slices]))
+        ends.append(torch.cat([slices[slice_.index] for slice_ in plan.slices]))
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
     assert ends[0].any()
@@ -264,15 +264,15 @@ SPECS = [
     TensorSpec("c", (4,), "float32"),
 ]
 PLAN = make_plan(SPECS, 1)
-[PIECE] = PLAN.slices
+[SLICE] = PLAN.slices
 """A bucket with padding between its keys: a ends at 3, b begins at 16."""
 
 
-def encoded_by(kind: str, values: Tensor, piece: Slice = PIECE, **options: Any) -> CompressedPayload:
+def encoded_by(kind: str, values: Tensor, slice_: Slice = SLICE, **options: Any) -> CompressedPayload:
     codec = make_codec({"type": kind, **options})
-    data = torch.empty(codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8)
-    kind = codec.residual_dtype(piece.dtype)
-    kept, following = (None, None) if kind is None else torch.zeros(2, piece.used, dtype=kind)
+    data = torch.empty(codec.encoded_nbytes(slice_.used, slice_.dtype), dtype=torch.uint8)
+    kind = codec.residual_dtype(slice_.dtype)
+    kept, following = (None, None) if kind is None else torch.zeros(2, slice_.used, dtype=kind)
     codec.encode(values, kept, data, following)
     return CompressedPayload(codec, data)
 
@@ -285,7 +285,7 @@ def contribution(
 
 def total(parts: list[RankContribution]) -> Tensor:
     """The sum, padding included, as it takes the place of weights."""
-    memory = torch.zeros(PIECE.length)
+    memory = torch.zeros(SLICE.length)
     shard = Shard()
     shard.add(PLAN, 0, {"float32": memory})
     shard.assign_sum(parts)
@@ -293,18 +293,18 @@ def total(parts: list[RankContribution]) -> Tensor:
 
 
 def by_key(total: Tensor) -> Mapping[str, list[float]]:
-    return {SPECS[s.key].key: total[s.start : s.start + s.numel].unique().tolist() for s in PIECE.segments}
+    return {SPECS[s.key].key: total[s.start : s.start + s.numel].unique().tolist() for s in SLICE.segments}
 
 
 def padding(total: Tensor) -> Tensor:
-    mask = torch.ones(PIECE.length, dtype=torch.bool)
-    for s in PIECE.segments:
+    mask = torch.ones(SLICE.length, dtype=torch.bool)
+    for s in SLICE.segments:
         mask[s.start : s.start + s.numel] = False
     return total[mask]
 
 
 def ones(value: float = 1.0) -> Tensor:
-    return torch.full((PIECE.used,), value)
+    return torch.full((SLICE.used,), value)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
@@ -357,9 +357,9 @@ def test_a_sum_does_not_see_what_the_one_before_left_in_memory() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_decoded_and_summed_in_float32(dtype: str) -> None:
     plan = make_plan([TensorSpec("h", (8,), dtype)], 1)
-    [piece], shard, optimizer = plan.slices, Shard(), create("test")
+    [slice_], shard, optimizer = plan.slices, Shard(), create("test")
     values = torch.full((8,), 1000.0, dtype=getattr(torch, dtype))
-    small = encoded_by("2bit", values, piece, threshold=0.001)
+    small = encoded_by("2bit", values, slice_, threshold=0.001)
     unit, parts = shard.add(plan), [contribution(payload) for payload in (values, small, small)]
     held = shard.hold(parts, optimizer, [optimizer.hyper], math.inf, unit)
     step = torch.tensor(0.001)

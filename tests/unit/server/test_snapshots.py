@@ -282,7 +282,7 @@ def test_a_slow_disk_delays_the_next_snapshot_and_not_training(servers: Make) ->
     [snapshot] = there.engines[0].snapshots._folder.all()  # type: ignore[union-attr]
     [space] = read_spaces(snapshot)
     expected = SnapshotJob(plain_engines(1), DENSE, adam()).train(2)
-    found = torch.cat([space.slices[0, piece.index].weights for piece in DENSE.slices])
+    found = torch.cat([space.slices[0, slice_.index].weights for slice_ in DENSE.slices])
     for mine, theirs in zip(views(DENSE, {"float32": found}), views(DENSE, expected), strict=True):
         assert torch.equal(mine, theirs)
     job.train(9)

@@ -126,7 +126,7 @@ def test_who_maps_weights_sees_that_they_are_being_replaced() -> None:
     leases.location_of = lambda weights: 0
     table = Table(0, "t", make_plan([TensorSpec("k", (1 << 16,), "float32")], 1), 0, 1, Shard(leases))
     for round_ in range(2):
-        ones = {piece.index: torch.ones(piece.used) for piece in table.unit.slices}
+        ones = {slice_.index: torch.ones(slice_.used) for slice_ in table.unit.slices}
         table.apply(ALL, round_, {0: RankCommit(given_to(table.shard, ones), m.ASSIGNS)}, None, None, ())
         counters = table.shard.storage.slots[0].block.counters
         assert counters is not None
@@ -229,8 +229,8 @@ def test_a_number_that_is_to_be_multiplied_must_be_one(name: str) -> None:
 
 def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
     table = Table(0, "t", PLAN, 0, 2, Shard())
-    [piece] = PLAN.slices
-    parts = {rank: RankCommit(given_to(table.shard, {0: torch.zeros(piece.used)})) for rank in (0, 1)}
+    [slice_] = PLAN.slices
+    parts = {rank: RankCommit(given_to(table.shard, {0: torch.zeros(slice_.used)})) for rank in (0, 1)}
     table.apply(ALL, 0, parts, None, None, ())
     for rank, rate in enumerate((0.5, 0.25)):
         table.hyper.set(rank, packed(rate))
@@ -271,7 +271,7 @@ def test_a_table_whose_update_broke_off_is_not_used_again(monkeypatch: pytest.Mo
 def table_with_values() -> tuple[Table, dict[int, RankCommit]]:
     """A table whose first round was applied, and what was given to it."""
     table = Table(0, "t", PLAN, 0, 1, Shard())
-    [piece] = PLAN.slices
-    parts = {0: RankCommit(given_to(table.shard, {0: torch.zeros(piece.used)}))}
+    [slice_] = PLAN.slices
+    parts = {0: RankCommit(given_to(table.shard, {0: torch.zeros(slice_.used)}))}
     table.apply(ALL, 0, parts, None, None, ())
     return table, parts

@@ -48,7 +48,7 @@ TREE = {
     "ordered": OrderedDict([("b", torch.tensor(2, dtype=torch.int64)), ("a", {})]),
     "history": [torch.tensor([[True]]), [torch.zeros(0)], torch.tensor(3.0, dtype=torch.bfloat16)],
 }
-[PIECE] = make_plan([TensorSpec("w", (16,), "float32")], 1).slices
+[SLICE] = make_plan([TensorSpec("w", (16,), "float32")], 1).slices
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -234,9 +234,9 @@ def test_a_tree_goes_through_a_file_to_the_bit() -> None:
 
 
 def test_a_tree_goes_to_a_server_and_back_to_the_bit() -> None:
-    states = States.of_slice(PIECE)
+    states = States.of_slice(SLICE)
     states.entries[0], states.steps[0] = flatten_trees(TREE), 1
-    found = unflatten_trees(unpack_states(PIECE, *pack_states(states)).entries[0])
+    found = unflatten_trees(unpack_states(SLICE, *pack_states(states)).entries[0])
     assert all(is_same(found[name], value) for name, value in TREE.items())
     assert set(found) == set(TREE)
 
@@ -257,7 +257,7 @@ def test_a_tree_goes_to_a_server_and_back_to_the_bit() -> None:
 def test_a_tree_that_makes_no_sense_is_refused_before_anything_uses_it(text: str) -> None:
     summary = {"steps": [1], "entries": [{"t": [text, "json"], "a": [1, "int64"]}], "tensors": []}
     with pytest.raises(ProtocolError):
-        unpack_states(PIECE, summary, b"")
+        unpack_states(SLICE, summary, b"")
 
 
 def test_names_that_are_taken_are_no_obstacle() -> None:

@@ -123,8 +123,8 @@ def test_weights_are_read_where_a_server_has_them_and_what_it_shows_later_too() 
         torch.arange(3.0).repeat_interleave(numel)
     )
     memory = SharedArena(fd, is_ours=False)
-    for at, piece in enumerate(plan.slices[:2]):
-        sink.map(piece, 0, at, memory, (at + 1) * 4 * numel)
+    for at, slice_ in enumerate(plan.slices[:2]):
+        sink.map(slice_, 0, at, memory, (at + 1) * 4 * numel)
         sink.commit()
         assert streams.num_pinned == 1
     staging.up(weights, {"float32": torch.full((LONG,), 7.0)})

@@ -115,10 +115,10 @@ def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
     weights = arenas(0, 0, 0)
     exchange.init(weights)
     local.apply(arenas(1, 2, 3), 1.0, [True] * 3, [optimizer.hyper] * 3, {}, UNCHANGED, {})
-    for piece in PLAN.slices:
-        exchange.put_state(piece, *local.get_states([piece], [0]))
-        [states] = exchange.get_states([piece], [0])
-        assert states.steps.tolist() == [1] * len(piece.segments)
+    for slice_ in PLAN.slices:
+        exchange.put_state(slice_, *local.get_states([slice_], [0]))
+        [states] = exchange.get_states([slice_], [0])
+        assert states.steps.tolist() == [1] * len(slice_.segments)
     run_round(exchange, arenas(0, 0, 0), weights)
     assert same(weights, arenas(-0.5, -1, -1.5))
 
