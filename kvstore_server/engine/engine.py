@@ -755,8 +755,9 @@ class Engine:
             ended = space.batch_of(np.array(before + applied, np.int64))
         # 2. Collect the answers, one for each waiting request, before the trackers forget the requests.
         answers: list[Answer] = []
+        is_plain = not applied and not any([table.full for table in ended.tables])
         for rank, inputs in tracker.inputs.items():
-            answers += _list_answers(tracker, rank, inputs, ended, is_plain=not applied)
+            answers += _list_answers(tracker, rank, inputs, ended, is_plain)
         if space.absent:
             space.forget_absent(ended.number_list)
         space.note_tables(ended.number_list)
@@ -1751,6 +1752,8 @@ def _answer_commits(
             out += _make_reply(waiter, m.Absent(number, round_, end.left_out))
         if is_skipped:
             out += _make_reply(waiter, m.Vetoed(number, round_, end.vetoes))
+        if full := table.full:
+            out += _make_reply(waiter, m.Full(number, round_, full))
         if not wants or not space.mode.is_sync:  # by the time it may read, the weights can be newer
             done.append((number, round_, end.version))
         # 3. Choose the form of the weights: encoded changes, a mapping, changed rows, or whole slices.

@@ -155,6 +155,8 @@ class Table:
         self.num_workers = num_workers
         self.shard = shard
         self.unit = self.shard.add(plan, server)
+        keys = range(self.unit.first_key, self.unit.first_key + len(plan.specs))
+        self._hash_tables = [shard.hash_tables[key] for key in keys if key in shard.hash_tables]
         self.deltas = None if delta_codec is None else Deltas(delta_codec, shard.storage, self.unit)
         """If new weights are sent as encoded changes: the weights that workers have."""
         self.tracks_reads = False
@@ -201,6 +203,12 @@ class Table:
             "ready" if self.is_initialised else "not initialised"
         )
         return f"<{type(self).__name__} {self.number} {self.name!r}, version {self.version}: {state}>"
+
+    @property
+    def full(self) -> str:
+        """Why a round might fail here alone, for want of room for its new rows; empty: it will not."""
+        tables = self._hash_tables if self.plan.num_servers > 1 else ()
+        return next((one.full for one in tables if one.full), "")
 
     def begin_round(self, whose: int) -> None:
         """Make the last round of a rank, or of ALL, final, because a slice of the next one has arrived."""

@@ -274,6 +274,7 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Members,
     m.CloseRound,
     m.LeftOut,
+    m.Full,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple((f.name, str(f.type)) for f in fields(cls)) for cls in _CONTROL}

@@ -561,6 +561,18 @@ class Vetoed:
 
 
 @dataclass(frozen=True, slots=True)
+class Full:
+    """Precedes the Weights or Done of a round after which this server may have no room for new rows of hash tables.
+
+    No rank begins another round of the table: it could fail on this server, and be applied on others.
+    """
+
+    table: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EffectiveOptions:
     """Precedes the Weights or Done of a rank that joined: the effective options, and whether joining is over."""
 
@@ -706,6 +718,7 @@ ReplyBody: TypeAlias = (
     | Absent
     | Vetoed
     | EffectiveOptions
+    | Full
     | Members
     | LeftOut
     | Missing

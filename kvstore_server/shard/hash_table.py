@@ -352,6 +352,10 @@ class HashTable:
         self._allocate, self._protect, self._spilled = allocate, protect, spilled
         self._claimed = 0
         """Bytes that are claimed."""
+        self.full = ""
+        """Why there may be no room for the rows of the next update; empty: there is."""
+        self._most_given = 0
+        """The most row numbers that an update has had, of all ranks."""
         self.epoch = int.from_bytes(os.urandom(7), "little")
         """Changes when rows are replaced otherwise than by updates; another process has another one."""
         memory = allocate("head", 8 * _HEAD + _ENTRIES)[: 8 * _HEAD + _ENTRIES]
@@ -381,7 +385,7 @@ class HashTable:
         self._momentum = self._head[_MOMENTUM : _MOMENTUM + 1].view(np.float64)
         """The factor of momentum that moves rows without gradient; 0: nothing moves them. Since the step `_SINCE`."""
         self._coming: list[Tensor] = []
-        """Spilled arrays of the state that the next update may create."""
+        """Arrays of the state that the next update may create; in memory a row of each, which is not used."""
         self._tried: tuple[Optimizer, Hyper] | None = None
         """The optimizer and the options that these belong to."""
         self._in_slice = np.zeros(HASH_SLICES, np.int64)
@@ -691,27 +695,39 @@ class HashTable:
     ) -> None:
         """Raise OptimizerError if there is no room for the rows that come with an update.
 
+        Other servers do not know that, and apply their part. So room is claimed for two more updates with as many rows.
+        As soon as there is too little, `full` says so, and workers do not begin a round that might fail here alone.
+
         Args:
             given: Their row numbers, of several ranks.
             optimizer, hyper: As for `update`; no options: the table is not updated.
         """
-        if self._spilled is not None and hyper is not None:
+        if hyper is not None and (self._spilled is not None or not self.has_state):
             self._reserve_new_state(self._own_optimizer or optimizer, hyper)
-        count = sum(map(len, given))
-        if count and (
-            self._needs(count) > self._claimed or self._is_full(count) or self._lacks_blocks(count)
-        ):
+        count, problem = sum(map(len, given)), ""
+        most_given = max(self._most_given, count)
+        most = count + most_given
+        if count and (self._needs(most) > self._claimed or self._is_full(most) or self._lacks_blocks(most)):
             # Count only those that are not there.
             rows = np.unique(np.concatenate(given))
             count = int(np.count_nonzero(self.slots.find(rows) < 0))
-        self.check_room(count, claim)
+            try:
+                self.check_room(count + 2 * most_given, claim)
+            except OptimizerError as error:
+                problem = str(error) if count else ""
+                self.check_room(count, claim)
+        else:
+            self.check_room(count, claim)
+        self._most_given, self.full = most_given, self.full or problem
 
     def _is_full(self, count: int) -> bool:
         return max(len(self.slots), len(self._candidates)) + count > self.room
 
     def _needs(self, count: int) -> int:
         """Return the bytes of memory that the table takes with `count` more rows."""
-        arrays = self._arrays() if self._spilled is None else []
+        arrays: list[Tensor] = []
+        if self._spilled is None:
+            arrays = [*self._arrays(), *(() if self.has_state else self._coming)]
         used = max(self.slots.end, len(self) + count) * sum([array[:1].nbytes for array in arrays])
         return used + (self.slots.end + self._candidates.end + count) * (_SLOT.itemsize + _INDEXED)
 
@@ -724,7 +740,7 @@ class HashTable:
         return self._spilled is not None and not self._spilled.has_blocks(self._with_rows(count))
 
     def _reserve_new_state(self, optimizer: Optimizer, hyper: Hyper) -> None:
-        """Reserve the arrays of the state that an update creates. Raises OptimizerError."""
+        """Find the arrays of the state that an update creates, and reserve spilled ones. Raises OptimizerError."""
         hyper_for_state = {name: value for name, value in hyper.items() if name != "lr"}
         if self._tried == (optimizer, hyper_for_state):
             return
@@ -737,14 +753,18 @@ class HashTable:
         self._tried = optimizer, hyper_for_state
 
     def _reserve_ahead(self, values: Mapping[str, StateValue], master: Tensor | None) -> None:
-        """Reserve spilled arrays for entries of the state like these. Raises OptimizerError."""
+        """Note the arrays for entries of the state like these, and reserve spilled ones. Raises OptimizerError."""
         named = {name: value for name, value in values.items() if _is_array(value)}
         named |= {} if master is None else {"master": master}
         self._tried = None
         try:
-            self._coming = [self._reserve_entry(name, like) for name, like in named.items()]
+            if self._spilled is None:
+                forms = map(self._form_of_entry, named.values())
+                self._coming = [torch.empty(1, *shape, dtype=dtype, device="cpu") for dtype, shape in forms]
+            else:
+                self._coming = [self._reserve_entry(name, like) for name, like in named.items()]
         except MemoryError as error:
-            raise OptimizerError(f"the hash table {self.name!r} needs {error}; nothing was applied") from None
+            raise OptimizerError(f"the hash table {self.name!r} needs {error}") from None
 
     def check_room(self, count: int, claim: Claim) -> None:
         """Raise OptimizerError if there is no room for `count` more rows."""
@@ -765,7 +785,7 @@ class HashTable:
                 claim(more, what)
                 self._claimed += more
         except ConfigurationError as error:
-            raise OptimizerError(f"{error}; nothing was applied") from None
+            raise OptimizerError(str(error)) from None
 
     def _admit(self, numbers: Ints, missing: Ints, times: Ints) -> tuple[Ints, Ints]:
         """Count the gradients of rows that are not there.
@@ -843,9 +863,12 @@ class HashTable:
         return entry
 
     def _reserve_entry(self, name: str, like: Tensor) -> Tensor:
+        return self._reserve(f"state.{name}", *self._form_of_entry(like))
+
+    def _form_of_entry(self, like: Tensor) -> tuple[torch.dtype, Sequence[int]]:
+        """Return the dtype of an array of the state, and the shape of its rows."""
         shape = like.shape[1:] if like.dim() > 1 else (self.width,)
-        dtype = compute_dtype(_name_of(self.dtype)) if like.is_floating_point() else like.dtype
-        return self._reserve(f"state.{name}", dtype, shape)
+        return compute_dtype(_name_of(self.dtype)) if like.is_floating_point() else like.dtype, shape
 
     def _room_for_slots(self) -> int:
         if self._spilled is None:

@@ -359,7 +359,8 @@ class Shard:
             units: The units that take part; None: all.
 
         Raises:
-            OptimizerError: The optimizer raised, or a hash table is full; weights and state are as before.
+            OptimizerError: The optimizer raised, or rows of a hash table found no room; weights and state are as
+                before.
         """
         units = self.units if units is None else units
         given_as_rows = self._sums.given_as_rows(contributions) if self.hash_tables else ()

@@ -31,6 +31,7 @@ from kvstore_server.engine.views import MemberView
 from kvstore_server.errors import (
     FencedError,
     KVStoreError,
+    OptimizerError,
     RepeatedRoundError,
     RoundAbortedError,
     WorkerLostError,
@@ -198,6 +199,12 @@ class Rounds:
             if table.index in self.open or self.tables.broken:
                 self.wait_pending(table)
             is_encoded |= table.compressor is not None
+            if table.index in self.tables.full and not (is_read or repeats_commit):
+                raise OptimizerError(
+                    f"a server may have no room for new rows of the next update, which is not begun: "
+                    f"{self.tables.full[table.index]}. The update before it is complete on all servers: states that "
+                    "are saved now can be loaded into more servers, or into larger ones"
+                )
         if self.snapshots is not None and not is_read and handed_over is None:
             self._take_snapshot_if_due(self.snapshots, tables)
         # Over a network request the new weights now if they are likely to be pulled.
@@ -632,7 +639,15 @@ class Rounds:
             self._receive_failure(round_, request, reply)
         elif (
             isinstance(
-                reply, m.Held | m.Absent | m.Vetoed | m.EffectiveOptions | m.Members | m.LeftOut | m.Missing
+                reply,
+                m.Held
+                | m.Absent
+                | m.Vetoed
+                | m.EffectiveOptions
+                | m.Full
+                | m.Members
+                | m.LeftOut
+                | m.Missing,
             )
             and reply.table in position
         ):
@@ -645,6 +660,8 @@ class Rounds:
                 round_.absent.setdefault(table.name, set()).update(reply.keys)
             elif isinstance(reply, m.EffectiveOptions):
                 round_.in_force[table.name] = reply
+            elif isinstance(reply, m.Full):
+                self.tables.full.setdefault(table.index, reply.reason)
             elif isinstance(reply, m.Vetoed):
                 self._receive_veto(round_, request, at, reply)
             elif isinstance(reply, m.LeftOut):

@@ -401,6 +401,8 @@ class Tables:
         self.num_changes = 0
         """How often it has changed how gradients of a table are sent."""
         self.broken: dict[int, KVStoreError] = {}
+        self.full: dict[int, str] = {}
+        """Table (index) → why a server may have no room for new rows of the next round."""
         self.failed: dict[int, int] = {}
         """Table (index) → its last round that servers are known to have failed."""
 

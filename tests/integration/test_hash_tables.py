@@ -378,6 +378,48 @@ def test_rows_beyond_the_memory_of_a_server_are_refused_with_numbers(
         assert torch.allclose(table(torch.arange(1100)), before[:1100] - 1)
 
 
+def test_no_worker_begins_a_step_for_which_one_of_two_servers_may_have_no_room(
+    processes: Processes, jobs: Servers, members: Members, tmp_path: Path
+) -> None:
+    def job(servers: Any) -> list[Worker]:
+        name, rules = new_name(), {"admit_after": 1, "expire_after": 0}
+        return [Worker(members.join(servers, rank, 2, name), rank, 2, **rules) for rank in range(2)]
+
+    def train(worker: Worker, step: int) -> None:
+        """Each rank has 2,000 ids of its own."""
+        worker.trainer.zero_grad()
+        begin = 4000 * step + 2000 * worker.rank
+        worker.linear(worker.table(torch.arange(begin, begin + 2000))).square().sum().backward()
+        worker.trainer.step(4000, ignore_stale_grad=True)
+
+    def on_both(workers: list[Worker], work: Callable[..., Any]) -> list[Any]:
+        return together(*(lambda w=worker: work(w) for worker in workers))
+
+    # 1. One server has little memory. Both workers notice in the same step.
+    workers = job(processes.servers(2, each=[[], ["--max-memory", "4000000"]]))
+    steps = 0
+    while (found := on_both(workers, lambda worker, at=steps: train(worker, at))) == [None, None]:
+        steps += 1
+    assert steps > 1, found
+    assert all(["--max-memory" in text and "server 1" in text for text in raised(found, OptimizerError)])
+    # 2. All servers have ended the step before it: the states are those of a job without limits, and it goes on.
+    path, linear = tmp_path / "states", workers[0].linear.state_dict()
+    assert on_both(workers, lambda worker: worker.trainer.save_states(path)) == [None, None]
+    ends = []
+    for begin in (0, steps):
+        workers = job(jobs.of(2))
+        if begin:
+            for worker in workers:
+                worker.linear.load_state_dict(linear)
+            assert on_both(workers, lambda worker: worker.trainer.load_states(path)) == [None, None]
+        for step in range(begin, steps + 1):
+            assert on_both(workers, lambda worker, at=step: train(worker, at)) == [None, None]
+        with torch.no_grad():
+            ends.append(on_both(workers, lambda worker: worker.table(torch.arange(4000 * (steps + 1)))))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][0], ends[1][1])
+
+
 def test_a_table_for_which_there_are_no_addresses_is_refused_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

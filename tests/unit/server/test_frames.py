@@ -64,6 +64,7 @@ REPLIES: list[Any] = [
     m.Held(1, 7, ((0, 2.5), (3, math.inf)), False),
     m.Held(1, 7, (), True),
     m.Vetoed(1, 7, (0, 2)),
+    m.Full(1, 7, "größe"),
     m.Members(1, 7, 3, (0, 2), 5, (b"a", b"b")),
     m.Missing(1, 7, (0, 2)),
     m.Pending((1, 2)),

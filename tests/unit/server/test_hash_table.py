@@ -554,6 +554,33 @@ def test_a_full_table_refuses_an_update_and_stays_as_it_is() -> None:
     assert (table.step, len(table)) == (1, 90)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowadam"])
+@pytest.mark.parametrize("limit", range(4000, 24_000, 1300))
+def test_a_table_says_that_it_is_full_before_an_update_finds_no_room(name: str, limit: int) -> None:
+    made = optimizer_and_options(name, {"learning_rate": 1.0})
+    table = HashTable("t", 8, "float32", HashTableOptions(), room=10_000)
+    claimed = [0]
+
+    def claim(nbytes: int, _what: str) -> None:
+        if claimed[0] + nbytes > limit:
+            raise ConfigurationError("too little")
+        claimed[0] += nbytes
+
+    def step(first: int, count: int) -> None:
+        rows, _ = sorted_rows(range(first, first + count))
+        table.check_update([rows[: count // 2], rows[count // 3 :]], claim, *made)
+        grads = torch.ones(count, 8)
+        table.update(RowSet(torch.from_numpy(rows), grads), np.ones(count, np.int64), *made)
+
+    step(0, 10)
+    for at in range(1, 100):
+        step(0, 10)  # none of these rows is new
+        if table.full:
+            break
+        step(10 * at, 10 - at % 3)  # OptimizerError would end the test
+    assert "too little" in table.full
+
+
 def test_another_optimizer_begins_with_the_state_of_its_own() -> None:
     table = HashTable("t", 3, "float32", HashTableOptions(), room=100)
     update(table, range(10), torch.ones(10, 3), optimizer_and_options("adagrad", {"learning_rate": 1.0}))
