@@ -18,6 +18,7 @@ from kvtrainer.client.connection import Connection
 from kvtrainer.common.env import TRANSPORT
 from kvtrainer.kvstore import DistKVStore
 from tests.support.jobs import Results, run_job
+from tests.support.one_in import one_in
 from tests.support.stores import Servers
 
 CPU = torch.device("cpu")
@@ -95,8 +96,7 @@ def test_a_trainer_in_one_process_is_not_moved_by_a_default_device(name: str, tm
         assert mine.equal(other)
 
 
-@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
-@pytest.mark.parametrize("way", ["auto", "tcp"])
+@pytest.mark.parametrize(("name", "way"), one_in(2, [*DENSE, *SPARSE], ["auto", "tcp"]))
 def test_workers_of_servers_are_not_moved_by_a_default_device(
     name: str, way: str, jobs: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

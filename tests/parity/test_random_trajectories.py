@@ -236,15 +236,14 @@ SITES = (True, False)
 Sites = Sequence[tuple[int, bool]]
 """Numbers of servers, and where the update runs."""
 RUNS = [
-    *((1, ((3, SITES[at % 2]),), label) for at, label in enumerate(OPTIMIZERS)),
-    *((2, ((3, SITES[at % 2 - 1]),), label) for at, label in enumerate(OPTIMIZERS)),
+    *((1 + at % 2, ((3, SITES[at // 2 % 2]),), label) for at, label in enumerate(OPTIMIZERS)),
     *(
         pytest.param(workers, (*itertools.product(SERVERS, SITES),), label, marks=pytest.mark.full)
         for workers in (1, 2)
         for label in OPTIMIZERS
     ),
 ]
-"""Numbers of workers, and the sites of their runs; each optimizer runs at both sites and with both numbers."""
+"""Numbers of workers, and the sites of their runs: one of four for each optimizer, and all in the full run."""
 
 Weights = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import kvtrainer
 from kvstore_server.errors import ConfigurationError, ProtocolError
 from kvstore_server.optimizer import create
-from kvstore_server.plan import HASH_SLICES, HashTableOptions, TensorSpec, hash_table_spec
+from kvstore_server.plan import HashTableOptions, TensorSpec, hash_table_spec, slices_of_hashes
 from kvstore_server.protocol.rows import (
     INITIAL,
     SAME,
@@ -30,6 +30,8 @@ from kvtrainer.client.row_reads import PlacedRows, RowCache
 
 WIDTH, EVERY = 3, 24
 ROWS = np.sort(row_numbers(np.arange(EVERY)))
+SLICES = sorted(set(slices_of_hashes(ROWS).tolist()))
+"""Those that may have rows."""
 
 
 def make(options: HashTableOptions) -> tuple[HashTable, TensorSpec]:
@@ -98,7 +100,7 @@ def test_a_worker_that_keeps_rows_reads_what_the_table_has(
         elif table.step:
             other, _ = make(options)
             train(other, [0, 1, 2])
-            for number in range(HASH_SLICES):
+            for number in SLICES:
                 table.put_slice_state(number, table.step, other.slice_state(number) | _one_figure(number))
     every, _ = read(cache, table, spec, ROWS)
     assert torch.equal(every, table.read(ROWS))

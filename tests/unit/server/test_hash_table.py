@@ -252,10 +252,11 @@ def test_momentum_that_is_switched_off_and_on_moves_rows_by_what_they_have_decay
 
 
 def moved(table: HashTable) -> HashTable:
-    """Another table with the same rows, which came there slice by slice, the last one first."""
+    """Another table with the same rows, which came there slice by slice, the last one first; without empty ones."""
     made = HashTable(table.name, table.width, _dtype_of(table), table.options, room=table.room)
+    used = {0, *(_slice_of(id_) for id_ in (*CROWDED, *range(IDS)))}
     if table.step:
-        for number in reversed(range(HASH_SLICES)):
+        for number in sorted(used, reverse=True):
             made.put_slice_state(number, table.step, table.slice_state(number))
     return made
 

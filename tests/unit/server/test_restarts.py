@@ -131,7 +131,7 @@ def test_durability_changes_no_bit(name: str, store: HeldDescriptors) -> None:
 
 @pytest.mark.parametrize(
     ("name", "point", "nth"),
-    one_in(6, CASES, [one for one in SERVER_POINTS if "recovery" not in one], (1, 5)),
+    one_in(12, CASES, [one for one in SERVER_POINTS if "recovery" not in one], (1, 5)),
 )
 def test_a_killed_server_ends_like_one_that_was_not(
     name: str, point: str, nth: int, store: HeldDescriptors
@@ -177,7 +177,7 @@ def test_a_server_that_is_killed_while_its_log_is_replaced_loses_nothing(
     assert len([one.name for one in store.fds if "log" in one.name]) == 1
 
 
-@pytest.mark.parametrize(("name", "seed"), one_in(6, CASES, range(12)))
+@pytest.mark.parametrize(("name", "seed"), one_in(12, CASES, range(12)))
 def test_a_server_that_is_killed_again_and_again_ends_like_one_that_was_not(
     name: str, seed: int, store: HeldDescriptors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
