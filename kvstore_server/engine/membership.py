@@ -203,7 +203,7 @@ class Sessions:
     def end(self, token: int, reason: str) -> None:
         """End a session; later messages in it are refused with this reason."""
         session = self._live.pop(token)
-        session.command = None
+        session.command, session.report = None, {}  # half of its memory
         self._ended[token] = (session, reason)
         # Oldest first, so that memory stays bounded however often processes come back.
         if len(self._ended) > _ENDED_KEPT:

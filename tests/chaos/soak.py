@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tests.chaos.jobs import SERVERS, WORKERS, Event, Job, Member, Outcome, check_bits
 from tests.chaos.test_random import go_on, kill, pause
+from tests.chaos.training import FILL
 from tests.support.fork_server import EXEC
 
 PAUSE = 5.0
@@ -140,7 +141,7 @@ def disturbed(rounds: int, folder: Path, longest: float) -> tuple[Outcome, Sampl
         # A fork has the heap of its parent, with hundreds of megabytes that imports have freed. Pages of these become
         # its own one by one, in whatever order they are used again, which looks like growth.
         for member in (job.servers[0], job.workers[0]):
-            member.env = {**member.env, EXEC: "1"}
+            member.env = {**member.env, EXEC: "1", FILL: "1"}
         return job.run(events(longest, samples), seconds=longest), samples
 
 

@@ -28,6 +28,9 @@ import tests.chaos.optimizers  # noqa: F401 - registers one
 from kvtrainer.errors import UnknownNameError
 from kvtrainer.memory.hash_table import is_hash_table
 
+FILL = "KVTRAINER_TESTS_FILL"
+"""Environment variable of a worker whose memory is measured."""
+
 ROWS, WIDTH = 3000, 16
 BATCH = 8
 
@@ -159,7 +162,19 @@ def append(path: Path, line: str) -> None:
     os.close(fd)
 
 
+def fill_interned_strings() -> None:
+    """Let the interpreter's table of interned strings have its final size, which it reaches by one step of 2 MiB.
+
+    It makes room for three times as many strings when all of its entries have been used once, also by strings that
+    are gone: after 10 to 25 minutes, for the names in what a worker is sent.
+    """
+    for number in range(200_000):
+        sys.intern(f"{__name__} {number}")
+
+
 def main(name: str, rounds: int, folder: Path) -> None:
+    if FILL in os.environ:
+        fill_interned_strings()
     # 1. Build the model, and take the rank's place.
     case = CASES[name]
     torch.set_num_threads(1)

@@ -24,6 +24,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.processes import FINAL_MESSAGE_TIME, ProcessState
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.messages import Gather, Hello
 
 DEAD_AFTER = 20.0
@@ -272,6 +273,18 @@ def test_sessions_that_ended_long_ago_are_forgotten() -> None:
     for at in range(3000):
         server.token(0, b"%d" % at)
     assert len(server.engine._sessions._opened) < 1100
+
+
+def test_of_a_process_that_was_replaced_no_report_is_kept() -> None:
+    server = SessionEngine()
+    former = server.token(0, b"first")
+    report = pack_control({"steps": 3, "seconds a step": 0.5})
+    assert isinstance(server.ask(OWN, former, m.Heartbeat(report)), m.Pending)
+    kept = server.engine._sessions.known(former)
+    assert kept is not None
+    assert kept.report == {"steps": 3, "seconds a step": 0.5}
+    server.token(0, b"second")
+    assert kept.report == {}
 
 
 def test_who_is_still_there_at_the_end_is_told_and_nobody_else() -> None:
