@@ -472,7 +472,7 @@ def _check_schedule_conflicts(schedules: Sequence[BoundSchedule]) -> None:
     """Let schedules by metric scale what other schedules of the same value write."""
     ours = [one for one in schedules if isinstance(one, ParamSchedule)]
     for at, one in enumerate(ours):
-        if any(one.writes_beside(other) for other in ours[:at]):
+        if any(one.conflicts_with(other) for other in ours[:at]):
             raise ConfigurationError(
                 f"two schedules of {one.name!r} would overwrite each other's values; give ParamSchedule.unbound(…), or "
                 "after=…, so that one builds on the other"

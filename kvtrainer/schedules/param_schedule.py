@@ -370,7 +370,7 @@ class ParamSchedule:
         """The optimizer to which it is bound."""
         return self.target.optimizer
 
-    def writes_beside(self, other: ParamSchedule) -> bool:
+    def conflicts_with(self, other: ParamSchedule) -> bool:
         """Return whether both write the same value of a group without building on each other."""
         if self.target is other.target or self.name != other.name:
             return False
