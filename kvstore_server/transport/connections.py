@@ -92,7 +92,7 @@ class ConnectionLimits:
         key."""
         self._admitted: dict[str, deque[float]] = {}
         """Key → when connections were let in with it over which nothing has come yet."""
-        self._next_check = 0.0
+        self._next_check, self._next_find = 0.0, 0.0
         self._most = min(MAX_WITHOUT_SESSION, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._resident = 0
         """Bytes that this process took when no connection was suspicious."""
@@ -135,7 +135,7 @@ class ConnectionLimits:
         if self._has_keys:
             self.interval = min(self.interval, _INTERVAL)
         else:
-            self._next_check = self.interval = 0.0
+            self._next_check = self._next_find = self.interval = 0.0
 
     def excuse(self, now: float) -> None:
         """Begin the time of silence again, because it was this process that did not look."""
@@ -164,7 +164,11 @@ class ConnectionLimits:
                 self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _check(self, now: float) -> None:
-        self._find(now)
+        # Looking through all descriptors takes most of the time, so it is not done each time while one is watched.
+        is_whole = now >= self._next_find
+        if is_whole:
+            self._find(now)
+        self._count_heard(now, is_whole)
         unknown = {fd: one for fd, one in self._connections.items() if not one.has_session}
         unread = {fd: self._note_received(fd, one, now) - one.num_read for fd, one in unknown.items()}
         # 1. Those that are too silent, or too many.
@@ -185,10 +189,9 @@ class ConnectionLimits:
             else:
                 self._end(fd, f"has sent {unread[fd]} bytes that are no whole message")
         # 2. Does this process grow more than what they have sent?
-        resident = _resident_bytes()
         if max(unread.values(), default=0) <= _SUSPICIOUS or self._has_keys:
-            self._resident = resident
-        elif resident - self._resident > _GROWTH + _COST * sum(unread.values()):
+            self._resident = _resident_bytes() if is_whole else self._resident
+        elif _resident_bytes() - self._resident > _GROWTH + _COST * sum(unread.values()):
             worst = max(unread, key=lambda fd: unread[fd])
             self._end(worst, f"has sent {unread[worst]} bytes of short frames that are no whole message")
         # 3. When to look again.
@@ -197,12 +200,13 @@ class ConnectionLimits:
             or any(now - one.accepted_at < _NEW for one in unknown.values())
         )
         interval = _INTERVAL + _INTERVAL_PER_FD * (len(self._connections) + len(self._others))
+        self._next_find = now + interval if is_whole else self._next_find
         interval *= _ALERT if is_alert else 1.0
         self._next_check = now + interval
         self.interval = interval if unknown else math.inf
 
     def _find(self, now: float) -> None:
-        """Note which connections there are, and what has come over them."""
+        """Note which connections there are."""
         connections: dict[int, _Connection] = {}
         others: dict[int, int] = {}
         for name in os.listdir("/proc/self/fd"):
@@ -226,13 +230,18 @@ class ConnectionLimits:
             connections[fd] = known
         # Only now, so that nothing is forgotten if there is no descriptor to look with.
         self._connections, self._others = connections, others
-        for (fd, inode), (nbytes, has_session, sender) in self._heard.items():
-            one = connections.get(fd)
+
+    def _count_heard(self, now: float, are_all_known: bool) -> None:
+        """Count what has come; over connections that are not known yet, later."""
+        unknown = {}
+        for (fd, inode), what in self._heard.items():
+            one = self._connections.get(fd)
             if one is not None and one.inode == inode:
-                one.num_read += nbytes
-                one.heard_at, one.has_session = now, has_session
-                one.key = sender
-        self._heard = {}
+                one.num_read += what[0]
+                one.heard_at, one.has_session, one.key = now, what[1], what[2]
+            elif not are_all_known:
+                unknown[fd, inode] = what
+        self._heard = unknown
 
     def _is_ours(self, fd: int, found: os.stat_result) -> bool:
         if not stat.S_ISSOCK(found.st_mode):
@@ -252,7 +261,8 @@ class ConnectionLimits:
     def _num_received(self, fd: int) -> tuple[int, int]:
         """Return how many bytes have come over a connection, and how many of them the kernel still has."""
         try:
-            with socket.socket(fileno=os.dup(fd)) as end:
+            # Python asks the kernel for what is not given. What is told is the same for IPv6.
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, os.dup(fd)) as end:
                 told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                 [queued] = struct.unpack("i", fcntl.ioctl(end, termios.FIONREAD, bytes(4)))
         except OSError:

@@ -26,6 +26,7 @@ import threading
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -106,6 +107,9 @@ def _preload() -> None:
         importlib.import_module("sklearn.datasets")  # examples read it where it is installed
     supervisor: Any = importlib.import_module("kvstore_server.supervisor")
     supervisor._start_supervised = _start_supervised
+    # torch's take its libraries of operators apart, which costs a child 50 ms at its end.
+    for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        one.atexit = False
     gc.freeze()
     gc.enable()
 

@@ -11,6 +11,7 @@ import datetime
 import importlib
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -283,11 +284,14 @@ class _Members:
 def _first_failure(processes: Sequence[Fork], deadline: float) -> int | None:
     """Wait for all, or for one that fails; its exit code, else 0, or None where time was up."""
     while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
-        if failed or None not in codes:
+        codes = {process: process.poll() for process in processes}
+        failed = [code for code in codes.values() if code]
+        if failed or None not in codes.values():
             return failed[0] if failed else 0
-        time.sleep(0.005)
+        ends = select.poll()
+        for process in [one for one, code in codes.items() if code is None]:
+            ends.register(process, select.POLLIN)
+        ends.poll(1000 * max(deadline - time.monotonic(), 0.0))
     return None
 
 

@@ -111,6 +111,18 @@ def test_a_message_that_was_read_between_two_looks_clears_a_connection(port: Por
     assert not is_ended(peer)
 
 
+def test_what_came_over_a_connection_before_it_was_found_counts_once_it_is(port: Port) -> None:
+    port.connect()
+    port.limits.check(0.0)
+    peer, accepted = port.connect()
+    pass_on(peer, accepted, MAX_UNREAD + 1)
+    port.limits.heard(accepted.fileno(), MAX_UNREAD + 1, False)
+    port.limits.check(0.004)  # looks only at the connection that it knows, which is new
+    for now in (1.0, 2.0, 3.0):
+        port.limits.check(now)
+    assert not is_ended(peer)
+
+
 def test_what_the_kernel_still_has_is_not_counted(port: Port) -> None:
     peer, accepted = port.connect()
     port.limits.check(0.0)
