@@ -67,12 +67,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def num_descriptors() -> list[int]:
+    """How many there were after the last collection."""
+    return [0]
+
+
 @pytest.fixture(autouse=True)
-def few_descriptors() -> Iterator[None]:
+def few_descriptors(num_descriptors: list[int]) -> Iterator[None]:
     """Close the memory of servers that a test has killed in this process; they are in cycles of references."""
     yield
-    if len(os.listdir("/proc/self/fd")) > 200:
+    if len(os.listdir("/proc/self/fd")) > num_descriptors[-1] + 200:
         gc.collect()
+        num_descriptors[:] = [len(os.listdir("/proc/self/fd"))]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +90,10 @@ def same_numbers() -> None:
 
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed puts a note with a stack trace down for each kind of device that is not in use yet.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,8 @@ MAX_WITHOUT_SESSION = 4096
 """Connections without a session, unless a quarter of the descriptors is less."""
 _INTERVAL, _INTERVAL_PER_FD = 0.02, 1e-4
 """Seconds between two looks, and what each descriptor adds, so that looking takes no more than a few per cent."""
+_WHOLE = 10
+"""Looks until all descriptors are looked through again."""
 _ALERT = 0.1
 """The same is multiplied by this while something unread comes over a connection without a session, or one is new: a
 process of this host sends a gigabyte in a second."""
@@ -164,12 +166,13 @@ class ConnectionLimits:
                 self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _check(self, now: float) -> None:
-        # Looking through all descriptors takes most of the time, so it is not done each time while one is watched.
+        # Looking through all descriptors takes most of the time. For a new connection it is done at once.
         is_whole = now >= self._next_find
         if is_whole:
             self._find(now)
         self._count_heard(now, is_whole)
-        unknown = {fd: one for fd, one in self._connections.items() if not one.has_session}
+        watched = {fd: one for fd, one in self._connections.items() if not one.has_session}
+        unknown = {fd: one for fd, one in watched.items() if is_whole or _is_open(fd, one.inode)}
         unread = {fd: self._note_received(fd, one, now) - one.num_read for fd, one in unknown.items()}
         # 1. Those that are too silent, or too many.
         by_age = sorted(unknown, key=lambda fd: unknown[fd].heard_at)
@@ -190,7 +193,7 @@ class ConnectionLimits:
                 self._end(fd, f"has sent {unread[fd]} bytes that are no whole message")
         # 2. Does this process grow more than what they have sent?
         if max(unread.values(), default=0) <= _SUSPICIOUS or self._has_keys:
-            self._resident = _resident_bytes() if is_whole else self._resident
+            self._resident = _resident_bytes()
         elif _resident_bytes() - self._resident > _GROWTH + _COST * sum(unread.values()):
             worst = max(unread, key=lambda fd: unread[fd])
             self._end(worst, f"has sent {unread[worst]} bytes of short frames that are no whole message")
@@ -200,7 +203,7 @@ class ConnectionLimits:
             or any(now - one.accepted_at < _NEW for one in unknown.values())
         )
         interval = _INTERVAL + _INTERVAL_PER_FD * (len(self._connections) + len(self._others))
-        self._next_find = now + interval if is_whole else self._next_find
+        self._next_find = now + _WHOLE * interval if is_whole else self._next_find
         interval *= _ALERT if is_alert else 1.0
         self._next_check = now + interval
         self.interval = interval if unknown else math.inf
