@@ -556,7 +556,7 @@ def test_a_full_table_refuses_an_update_and_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "rowadam"])
-@pytest.mark.parametrize("limit", range(4000, 24_000, 1300))
+@pytest.mark.parametrize("limit", range(4000, 24_000, 3900))
 def test_a_table_says_that_it_is_full_before_an_update_finds_no_room(name: str, limit: int) -> None:
     made = optimizer_and_options(name, {"learning_rate": 1.0})
     table = HashTable("t", 8, "float32", HashTableOptions(), room=10_000)
