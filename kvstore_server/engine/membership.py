@@ -201,8 +201,10 @@ class Sessions:
             self.end(session.token, reason)
 
     def end(self, token: int, reason: str) -> None:
-        """End a session; later messages in it are refused with this reason."""
-        session = self._live.pop(token)
+        """End a session; later messages in it are refused with this reason. One that has ended keeps its own."""
+        session = self._live.pop(token, None)
+        if session is None:
+            return
         session.command, session.report = None, {}  # half of its memory
         self._ended[token] = (session, reason)
         # Oldest first, so that memory stays bounded however often processes come back.

@@ -275,6 +275,29 @@ def test_sessions_that_ended_long_ago_are_forgotten() -> None:
     assert len(server.engine._sessions._opened) < 1100
 
 
+def test_a_namespace_whose_last_process_was_lost_is_freed_although_its_session_has_ended() -> None:
+    server = SessionEngine()
+    server.engine = Engine(EngineConfig(dead_after=DEAD_AFTER, rejoin_timeout=1.0))
+    tokens: dict[str, int] = {}
+    for job in ("job", "job/trainer"):
+        for rank in range(2):
+            sockets = (OWN if rank else OTHER,)
+            body = m.Hello(job, rank, 2, 0, 1, "", f"h{rank}:1", b"n", sockets, resumes=True, initial_workers=2,
+                           min_workers=1)  # fmt: skip
+            welcome = server.ask(sockets[0], 0, body)
+            assert isinstance(welcome, m.Welcome)
+            tokens[job] = tokens.get(job, welcome.session)  # that of rank 0
+    # Rank 1 falls silent, and rank 0 is done with one of the namespaces.
+    server.now = DEAD_AFTER + 2.0
+    assert server.ask(OTHER, tokens["job/trainer"], m.Heartbeat()) is not None
+    server.ask(OTHER, tokens["job"], m.Leave("", True))
+    assert set(server.engine.namespaces) == {"job", "job/trainer"}  # for a successor of rank 1
+    server.now = 2 * DEAD_AFTER
+    assert server.ask(OTHER, tokens["job/trainer"], m.Heartbeat()) is not None
+    server.engine.tick(server.now)
+    assert set(server.engine.namespaces) == {"job/trainer"}
+
+
 def test_of_a_process_that_was_replaced_no_report_is_kept() -> None:
     server = SessionEngine()
     former = server.token(0, b"first")
