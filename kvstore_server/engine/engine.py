@@ -755,7 +755,8 @@ class Engine:
             ended = space.batch_of(np.array(before + applied, np.int64))
         # 2. Collect the answers, one for each waiting request, before the trackers forget the requests.
         answers: list[Answer] = []
-        is_plain = not applied and not any([table.full for table in ended.tables])
+        is_full = space.shard.hash_tables and any([table.full for table in ended.tables])
+        is_plain = not applied and not is_full
         for rank, inputs in tracker.inputs.items():
             answers += _list_answers(tracker, rank, inputs, ended, is_plain)
         if space.absent:
