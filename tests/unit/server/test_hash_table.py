@@ -582,6 +582,16 @@ def test_a_table_says_that_it_is_full_before_an_update_finds_no_room(name: str, 
     assert "too little" in table.full
 
 
+@pytest.mark.parametrize("name", ["adagrad", "rowadam"])
+def test_room_for_the_state_is_claimed_before_the_first_update_creates_it(name: str) -> None:
+    made = optimizer_and_options(name, {"learning_rate": 1.0})
+    table, claimed = HashTable("t", 8, "float32", HashTableOptions(), room=100), list[int]()
+    rows, _ = sorted_rows(range(10))
+    table.check_update([rows], lambda nbytes, _what: claimed.append(nbytes), *made)
+    table.update(RowSet(torch.from_numpy(rows), torch.ones(10, 8)), np.ones(10, np.int64), *made)
+    assert sum(claimed) >= table._needs(20)  # two more updates with as many rows
+
+
 def test_another_optimizer_begins_with_the_state_of_its_own() -> None:
     table = HashTable("t", 3, "float32", HashTableOptions(), room=100)
     update(table, range(10), torch.ones(10, 3), optimizer_and_options("adagrad", {"learning_rate": 1.0}))
